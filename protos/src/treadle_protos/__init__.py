@@ -1,0 +1,1 @@
+"""Protocol buffers of treadle: the schema and its generated Python code."""
