@@ -1,0 +1,159 @@
+"""The contract of a compute backend, and the data that crosses it: weights, batches and cache views.
+
+Names of dimensions in treadle's shapes: `tokens` (all new tokens of a batch, sequence after sequence), `dim`, `heads`,
+`kv_heads`, `head_dim`, `capacity` (tokens a cache has room for), `rows` (any number of hidden states), `vocab`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle_plugin_api.decoder_config import DecoderConfig
+
+Array = NDArray[Any]
+Observer = Callable[[str, Array], None]
+PreparedT = TypeVar("PreparedT")
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2})
+
+
+class Weight(ABC):
+    """One canonical parameter, `[out, in]` for a matrix: in memory or still in its file.
+
+    Attributes:
+        shape: shape of the canonical parameter.
+        dtype: name of the stored number format: `float64`, `float32`, `float16`, `bfloat16`.
+        scales: what stored numbers are multiplied by when the format is quantised, else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    scales: Array | None = None
+
+    @abstractmethod
+    def read_into(self, out: Array) -> None:
+        """Fill `out` (same shape, float32 or float64, any strides) with the values, widened exactly."""
+
+    @abstractmethod
+    def view(self) -> Array:
+        """Return the values in the stored dtype, read-only, without a copy where the storage allows it.
+
+        A weight in a file is mapped; the view can be strided (a transposed tensor) and lives as long as it is held.
+        """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the stored numbers."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class ArrayWeight(Weight):
+    """A weight in memory."""
+
+    def __init__(self, data: Array, scales: Array | None = None) -> None:
+        self.data = data
+        self.shape = data.shape
+        self.dtype = data.dtype.name
+        self.scales = scales
+
+    def read_into(self, out: Array) -> None:
+        """Copy the array into `out`."""
+        out[...] = self.data
+
+    def view(self) -> Array:
+        """Return a read-only view of the array."""
+        view = self.data.view()
+        view.flags.writeable = False
+        return view
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A flat ragged batch: several sequences, each with any number of new tokens (prefill chunks and decode mixed).
+
+    Attributes:
+        token_ids: `[tokens] int64`, the new tokens of sequence 0, then of sequence 1, and so on.
+        starts: `[sequences + 1] int64`; sequence i owns token_ids[starts[i]:starts[i + 1]].
+        prefix_lengths: `[sequences] int64`, tokens of each sequence that are in its cache already.
+    """
+
+    token_ids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    prefix_lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int] | NDArray[np.int64]], prefix_lengths: Sequence[int] = ()) -> Batch:
+        """Make a batch from each sequence's new ids; without prefix lengths all sequences start at position 0."""
+        lengths = [len(ids) for ids in sequences]
+        token_ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(ids, np.int64) for ids in sequences)])
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        prefixes = np.asarray(prefix_lengths or [0] * len(sequences), np.int64)
+        return cls(token_ids, starts, prefixes)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the batch."""
+        return len(self.prefix_lengths)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Return each new token's absolute position, `[tokens] int64`."""
+        offsets = self.prefix_lengths - self.starts[:-1]
+        return np.arange(self.num_tokens, dtype=np.int64) + np.repeat(offsets, np.diff(self.starts))
+
+
+class CacheView(Protocol):
+    """The keys and values of one sequence, as a backend sees them.
+
+    `length` tokens are stored. Before a forward pass the caller makes room for the new tokens; the backend writes
+    theirs at `length` onwards; afterwards the caller advances `length`. Keys are stored rotated.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens stored."""
+
+    def layer(self, index: int) -> tuple[Array, Array]:
+        """Return a layer's keys and values, both `[kv_heads, capacity, head_dim]`, writable."""
+
+
+class ComputeBackend(Protocol[PreparedT]):
+    """What runs a decoder. The NumPy backend is the reference; a subclass of it overrides its primitives one by one."""
+
+    name: str
+
+    def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> PreparedT:
+        """Read, fuse or pack the canonical parameters into whatever the other methods want. Writes to no weight."""
+
+    def forward(
+        self, prepared: PreparedT, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
+    ) -> Array:
+        """Run the layers and return `hidden [tokens, dim]`, after the final norm.
+
+        caches[i] belongs to sequence i, holds prefix_lengths[i] tokens and has room for its new ones.
+        """
+
+    def head(self, prepared: PreparedT, hidden: Array, observe: Observer | None = None) -> Array:
+        """Return `logits [rows, vocab]` of `hidden [rows, dim]`."""
+
+
+class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
+    """A compute backend that can also train."""
+
+    def forward_saving(self, prepared: PreparedT, batch: Batch, saved: dict[str, Array]) -> Array:
+        """Like `forward` on whole sequences; keeps in `saved` what `backward` needs."""
+
+    def backward(self, prepared: PreparedT, saved: Mapping[str, Array], dhidden: Array) -> dict[str, Array]:
+        """Return the gradient of every canonical parameter given `dhidden [tokens, dim]`."""

@@ -1,0 +1,6 @@
+"""Lets the tests run from a checkout, before the plugin is installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))

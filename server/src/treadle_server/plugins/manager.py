@@ -1,0 +1,202 @@
+"""Loads plugins one by one, so that a broken one is listed with its reason and never stops the server."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pluggy
+from treadle_plugin_api import hookspecs
+from treadle_plugin_api.contract import class_problems
+
+from treadle_server.errors import PluginError
+from treadle_server.plugins.discovery import PluginSource, installed_sources, local_sources
+from treadle_server.plugins.registry import StageClass, StageEntry, StageRegistry, stage_knobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginStatus:
+    """One line of `treadle plugins`.
+
+    Attributes:
+        name: name of the plugin, as in `--no-plugin`.
+        distribution: the installed distribution, or the path of a local plugin.
+        version: the distribution's version; empty for a local plugin.
+        status: active, blocked (on request, not even imported), or failed.
+        reason: why it is not active; empty if it is.
+        stages: the stages it brought, or would have brought.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: Literal["active", "blocked", "failed"]
+    reason: str = ""
+    stages: tuple[StageEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What became of one source: its stages, or the reason why it has none."""
+
+    source: PluginSource
+    module: object = None
+    stages: tuple[StageEntry, ...] = ()
+    failure: str = ""
+
+
+class PluginManager:
+    """Every plugin that was found, the registry of the stages they brought, and the hooks of the active ones.
+
+    Attributes:
+        plugins: the status of each plugin, in the order in which they were found.
+        registry: the stages of the active ones.
+        hooks: `treadle_...` hooks of the active ones.
+    """
+
+    def __init__(self, sources: Iterable[PluginSource], *, blocked: Collection[str] = (), strict: bool = False) -> None:
+        found = list(sources)
+        _check_blocked(found, blocked)
+        loaded = [_load(source) for source in found if not _is_blocked(source, blocked)]
+        conflicts = _conflicts(loaded)
+        self.plugins = tuple(_status(source, loaded, conflicts) for source in found)
+        if strict:
+            self.raise_failures()
+        active = [one for one in loaded if not one.failure and one.source not in conflicts]
+        self.registry = StageRegistry(stage for one in active for stage in one.stages)
+        self.hooks = _hooks(active)
+
+    @classmethod
+    def load(
+        cls, plugin_dirs: Sequence[Path | str] = (), blocked: Collection[str] = (), strict: bool = False
+    ) -> PluginManager:
+        """Load what is installed and what lies in `plugin_dirs`, but for the plugins named in `blocked`.
+
+        Raises PluginError for an unknown name in `blocked`, a missing folder, built-in stages that do not load, and, if
+        `strict`, for any plugin that fails.
+        """
+        manager = cls([*installed_sources(), *local_sources(plugin_dirs)], blocked=blocked, strict=strict)
+        manager.require_built_in()
+        return manager
+
+    def raise_failures(self) -> None:
+        """Raise PluginError if a plugin failed, with every reason."""
+        failures = [f"plugin {one.name!r}: {one.reason}" for one in self.plugins if one.status == "failed"]
+        if failures:
+            raise PluginError("; ".join(failures))
+
+    def require_built_in(self) -> None:
+        """Raise PluginError unless the selects that a chain falls back on are there."""
+        missing = [name for name in ("greedy", "categorical") if name not in self.registry]
+        if missing:
+            reasons = "; ".join(one.reason for one in self.plugins if one.reason) or "treadle-samplers is not installed"
+            raise PluginError(f"no token can be chosen without the built-in stages {', '.join(missing)}: {reasons}")
+
+
+def _check_blocked(sources: Sequence[PluginSource], blocked: Collection[str]) -> None:
+    known = {name for source in sources for name in (source.name, source.distribution)}
+    if unknown := sorted(set(blocked) - known):
+        names = ", ".join(sorted({source.name for source in sources})) or "none"
+        raise PluginError(f"cannot block the unknown plugin {', '.join(map(repr, unknown))}; plugins found: {names}")
+
+
+def _is_blocked(source: PluginSource, blocked: Collection[str]) -> bool:
+    return source.name in blocked or source.distribution in blocked
+
+
+def _load(source: PluginSource) -> _Loaded:
+    """Import a plugin and collect its stages; a failure becomes a reason."""
+    try:
+        module = source.load()
+        classes = _registered_classes(source, module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, even exit; the reason is listed
+        return _Loaded(source, failure=f"{type(error).__name__}: {error}")
+    stages = tuple(_entry(source, cls) for cls in classes if not class_problems(cls))
+    return _Loaded(source, module, stages, "; ".join(_problems(source, classes, stages)))
+
+
+def _registered_classes(source: PluginSource, module: object) -> list[StageClass]:
+    """What the plugin registers, asked in a pluggy manager of its own: a bad hook harms no other plugin."""
+    manager = _new_pluggy()
+    manager.register(module, source.name)
+    manager.check_pending()
+    if not manager.get_hookcallers(module):
+        raise PluginError(
+            "implements no treadle hook: mark one with @hookimpl, such as treadle_register_stages(register)"
+        )
+    classes: list[StageClass] = []
+    manager.hook.treadle_register_stages(register=classes.append)
+    return list(dict.fromkeys(classes))  # the same class twice is once
+
+
+def _new_pluggy() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _entry(source: PluginSource, cls: StageClass) -> StageEntry:
+    return StageEntry(
+        cls=cls,
+        plugin=source.name,
+        distribution=source.distribution,
+        version=source.version,
+        built_in=source.built_in,
+    )
+
+
+def _problems(source: PluginSource, classes: Sequence[StageClass], stages: Sequence[StageEntry]) -> Iterable[str]:
+    """Reasons to refuse the stages of a plugin, all of them together."""
+    for cls in classes:
+        yield from (f"stage class {getattr(cls, '__name__', cls)}: {problem}" for problem in class_problems(cls))
+    for name in _repeated(stage.name for stage in stages):
+        yield f"registers two stages called {name!r}"
+    if not source.built_in:
+        for knob in itertools.chain.from_iterable(map(stage_knobs, stages)):
+            yield f"stage {knob.entry.name!r}: only built-in stages have plain knobs; drop Knob from {knob.name!r}"
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    seen = list(names)
+    return sorted({name for name in seen if seen.count(name) > 1})
+
+
+def _conflicts(loaded: Sequence[_Loaded]) -> Mapping[PluginSource, str]:
+    """Why plugins that loaded well cannot be active beside others: each stage name has one owner."""
+    owners: defaultdict[str, list[PluginSource]] = defaultdict(list)
+    for one in loaded:
+        for name in {stage.name for stage in one.stages}:
+            owners[name].append(one.source)
+    reasons: defaultdict[PluginSource, list[str]] = defaultdict(list)
+    for name, sources in owners.items():
+        built_in = next((source for source in sources if source.built_in), None)
+        rivals = [source for source in sources if not source.built_in]
+        for source in rivals if built_in or len(rivals) > 1 else ():
+            others = [built_in] if built_in else [rival for rival in rivals if rival is not source]
+            what = "is built in" if built_in else "is also registered by another plugin"
+            reasons[source].append(f"stage {name!r} of {source} {what}: {', '.join(map(str, others))}")
+    return {source: "; ".join(all_reasons) for source, all_reasons in reasons.items()}
+
+
+def _status(source: PluginSource, loaded: Sequence[_Loaded], conflicts: Mapping[PluginSource, str]) -> PluginStatus:
+    one = next((one for one in loaded if one.source is source), None)
+    reason = "blocked on request" if one is None else one.failure or conflicts.get(source, "")
+    return PluginStatus(
+        name=source.name,
+        distribution=source.distribution,
+        version=source.version,
+        status="blocked" if one is None else "failed" if reason else "active",
+        reason=reason,
+        stages=one.stages if one is not None else (),
+    )
+
+
+def _hooks(active: Sequence[_Loaded]) -> pluggy.HookRelay:
+    manager = _new_pluggy()
+    for one in active:
+        manager.register(one.module, f"{one.source.distribution}:{one.source.name}")
+    return manager.hook
