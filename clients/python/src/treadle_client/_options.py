@@ -1,0 +1,165 @@
+"""The keywords of a generation, and the one place that turns them into a GenerationSpec.
+
+A keyword is a field of GenerationSpec or of one of its three groups, by the same name; its type and range come from the
+proto. So a new plain knob is one field in the proto and one line in `GenerationOptions`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeAlias, TypedDict
+
+from treadle_protos.v1.generation_pb2 import GenerationSpec
+
+from treadle_client._exceptions import InvalidArgumentError, Violation
+from treadle_client._fields import refuse, set_field, to_items, to_text, to_token_ids, to_value
+from treadle_client._models import Message, Stage
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
+StageLike: TypeAlias = str | tuple[str, Mapping[str, object]] | Stage
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Keywords of `stream` and `generate`; one left out or None is unset and takes the server's default."""
+
+    model: str | None  # name of a served model; may be left out when the server has one only
+    adapter: str | None  # name of a loaded adapter
+    preset: str | None  # name of a preset of sampling settings
+    temperature: float | None  # 0 or more; 0 chooses the most likely token
+    top_k: int | None  # keeps the k most likely tokens; 0 and -1 keep all
+    top_p: float | None  # in (0, 1]; keeps the smallest set of tokens with at least this probability
+    seed: int | None  # 0 to 2**64 - 1; drawn by the server when unset, and returned
+    stages: Sequence[StageLike] | None  # stages added by name: names, (name, parameters) pairs or Stage objects
+    order: Sequence[str] | None  # names of all stages of the chain, in the order to run them
+    use_model_defaults: bool | None  # whether unset knobs take the model's own defaults; true when unset
+    max_tokens: int | None  # 1 or more; the room left in the context when unset
+    min_tokens: int | None  # 0 or more tokens before which nothing ends the choice
+    stop: str | Sequence[str] | None  # texts that end the choice
+    stop_token_ids: Sequence[int] | None  # tokens that end the choice
+    ignore_eos: bool | None  # whether to go on past end-of-sequence tokens
+    logprobs: Literal["raw", "processed"] | None  # log-probability of each token: the model's, or the one drawn from
+    top_logprobs: int | None  # number of most likely tokens to list at each position
+    prompt_logprobs: bool | None  # raw log-probability of each prompt token
+    token_ids: bool | None  # ids of the prompt and of the generated tokens
+    echo: bool | None  # the prompt's text before the generated text
+    include_stop: bool | None  # keeps the stop string or token that matched in the text
+    special_tokens: bool | None  # shows special tokens in the text
+    n: int | None  # number of choices
+
+
+_GROUPS: Final = ("sampling", "stopping", "response")
+_FIELD_OF_KEYWORD: Final = MappingProxyType({"top_logprobs": "num_top_logprobs"})
+
+
+def option_paths() -> dict[str, tuple[str, str]]:
+    """Return the group (empty for the spec itself) and the proto field of every keyword."""
+    keyword_of = {field: keyword for keyword, field in _FIELD_OF_KEYWORD.items()}
+    fields = GenerationSpec.DESCRIPTOR.fields_by_name
+    paths = {name: ("", name) for name, field in fields.items() if name not in _GROUPS and not _is_prompt(field)}
+    for group in _GROUPS:
+        message: Any = fields[group].message_type
+        paths |= {keyword_of.get(name, name): (group, name) for name in message.fields_by_name}
+    return paths
+
+
+def _is_prompt(field: Any) -> bool:
+    return field.containing_oneof is not None and field.containing_oneof.name == "prompt"
+
+
+def make_spec(prompt: object, options: Mapping[str, object]) -> GenerationSpec:
+    """Return the spec for a prompt and keywords.
+
+    Raises:
+        TypeError: for a keyword that does not exist; it suggests the nearest one.
+        InvalidArgumentError: for values that cannot be sent, with one violation each.
+    """
+    paths = option_paths()
+    _check_names(options, paths)
+    spec = GenerationSpec()
+    given = {keyword: value for keyword, value in options.items() if value is not None}
+    _run_all([partial(set_prompt, spec, prompt), *(partial(_set_option, spec, paths[k], v) for k, v in given.items())])
+    return spec
+
+
+def _check_names(options: Mapping[str, object], paths: Mapping[str, object]) -> None:
+    known = [*paths, "timeout_s"]
+    for keyword in options:
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the keywords are {', '.join(sorted(known))}"
+            raise TypeError(f"there is no keyword {keyword!r}{hint}")
+
+
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    """Run every step, then raise the violations of all of them together."""
+    violations: list[Violation] = []
+    for step in steps:
+        try:
+            step()
+        except InvalidArgumentError as error:
+            violations += error.violations
+    if violations:
+        raise InvalidArgumentError.of(violations)
+
+
+def _set_option(spec: GenerationSpec, path: tuple[str, str], value: object) -> None:
+    group, name = path
+    message: Any = getattr(spec, group) if group else spec
+    full_name = f"{group}.{name}" if group else name
+    if name == "stages":
+        _set_stages(message, value, full_name)
+    elif name == "stop" and isinstance(value, str):
+        set_field(message, name, [value], full_name)
+    else:
+        set_field(message, name, value, full_name)
+
+
+def _set_stages(sampling: Any, value: object, path: str) -> None:
+    for i, item in enumerate(to_items(value, path, "a list of stages")):
+        stage = _to_stage(item, f"{path}[{i}]")
+        message = sampling.stages.add(name=to_text(stage.name, f"{path}[{i}].name"))
+        _set_parameters(message, stage.parameters, f"{path}[{i}].parameters")
+
+
+def _to_stage(value: object, path: str) -> Stage:
+    if isinstance(value, Stage):
+        return value
+    if isinstance(value, str):
+        return Stage(value)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return Stage(value[0], value[1])
+    raise refuse(path, "a stage's name, a (name, parameters) pair or a Stage", value)
+
+
+def _set_parameters(message: Any, parameters: object, path: str) -> None:
+    if not isinstance(parameters, Mapping):
+        raise refuse(path, "a mapping of parameters", parameters)
+    for key, value in parameters.items():
+        name = to_text(key, f"{path} (a name)")
+        message.parameters[name].CopyFrom(to_value(value, f"{path}.{name}"))
+
+
+def set_prompt(target: Any, prompt: object) -> None:
+    """Set the prompt of a GenerationSpec, ScoreRequest or TokenizeRequest (which takes no token ids)."""
+    if isinstance(prompt, str):
+        target.text = to_text(prompt, "text")
+        return
+    takes_ids = "token_ids" in target.DESCRIPTOR.fields_by_name
+    items = to_items(prompt, "prompt", "a text, a list of token ids or a list of messages")
+    if not takes_ids or (items and isinstance(items[0], (Message, Mapping))):
+        target.messages.SetInParent()
+        for i, item in enumerate(items):
+            target.messages.messages.add(**_message_fields(item, f"messages[{i}]"))
+    else:
+        target.token_ids.SetInParent()
+        target.token_ids.ids.extend(to_token_ids(items, "token_ids"))
+
+
+def _message_fields(value: object, path: str) -> dict[str, str]:
+    fields = {"role": value.role, "content": value.content} if isinstance(value, Message) else value
+    if not isinstance(fields, Mapping) or set(fields) != {"role", "content"}:
+        raise refuse(path, "a message with role and content and nothing else", value)
+    return {name: to_text(fields[name], f"{path}.{name}") for name in ("role", "content")}

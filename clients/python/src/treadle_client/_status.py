@@ -1,0 +1,109 @@
+"""From a gRPC status to an exception: the only module that knows `grpc.StatusCode`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from treadle_client._exceptions import (
+    ConflictError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    MessageTooLargeError,
+    NotFoundError,
+    PermissionDeniedError,
+    QueueFullError,
+    RequestCancelledError,
+    ServerInternalError,
+    TreadleClientError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+    Violation,
+)
+
+_DETAILS_KEY: Final = "grpc-status-details-bin"
+_TOO_LARGE: Final = "message larger than max"  # gRPC's own words, for messages over the limit of either end
+_CLASSES: Final[Mapping[Any, type[TreadleClientError]]] = MappingProxyType(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+        grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
+        grpc.StatusCode.NOT_FOUND: NotFoundError,
+        grpc.StatusCode.ALREADY_EXISTS: ConflictError,
+        grpc.StatusCode.FAILED_PRECONDITION: ConflictError,
+        grpc.StatusCode.ABORTED: ConflictError,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFullError,
+        grpc.StatusCode.UNAVAILABLE: UnavailableError,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+        grpc.StatusCode.CANCELLED: RequestCancelledError,
+        grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+        grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+        grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
+    }
+)
+
+
+def from_rpc_error(error: Any) -> TreadleClientError:
+    """Turn a failed RPC into the exception that users catch.
+
+    Args:
+        error: what grpc or grpc.aio raised: code, details and trailing metadata.
+    """
+    message = error.details() or ""
+    cls = _error_class(error.code(), message)
+    details = _details(error)
+    arguments: dict[str, Any] = {}
+    for detail in details.details if details else ():
+        arguments |= _read_detail(cls, detail)
+    return cls(_explained(cls, message or error.code().name), **arguments)
+
+
+def _error_class(code: Any, message: str) -> type[TreadleClientError]:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+        return MessageTooLargeError
+    return _CLASSES.get(code, ServerInternalError)
+
+
+def _explained(cls: type[TreadleClientError], message: str) -> str:
+    if cls is MessageTooLargeError:
+        return f"{message}; max_message_bytes of the client and the server's limit both apply"
+    return message
+
+
+def _details(error: Any) -> Any:
+    """Return the google.rpc.Status of the trailing metadata, or None."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:  # the status itself still says what happened
+                return None
+    return None
+
+
+def _read_detail(cls: type[TreadleClientError], detail: Any) -> dict[str, Any]:
+    """Return the arguments for `cls` that one google.protobuf.Any of the details brings."""
+    if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+        info = _unpacked(detail, error_details_pb2.ErrorInfo())
+        return {"reason": info.reason, "metadata": dict(info.metadata)}
+    if cls is InvalidArgumentError and detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+        request = _unpacked(detail, error_details_pb2.BadRequest())
+        return {"violations": [Violation(v.field, v.description) for v in request.field_violations]}
+    if issubclass(cls, (QueueFullError, UnavailableError)) and detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+        delay = _unpacked(detail, error_details_pb2.RetryInfo()).retry_delay
+        return {"retry_after_s": delay.seconds + delay.nanos * 1e-9}
+    return {}
+
+
+def _unpacked(detail: Any, message: Any) -> Any:
+    """Return `message` filled from `detail`, or empty when its bytes cannot be read."""
+    try:
+        detail.Unpack(message)
+    except DecodeError:
+        message.Clear()
+    return message
