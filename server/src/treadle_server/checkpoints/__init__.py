@@ -1,0 +1,1 @@
+"""Checkpoint files to parameters and back; see README.md beside this file."""

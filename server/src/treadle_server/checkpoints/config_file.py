@@ -1,0 +1,58 @@
+"""Reading the JSON files of a model folder, and refusing folders that are something else than a plain decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from treadle_server.errors import CheckpointError, UnsupportedModelError
+
+# A config.json is a few kilobytes; an index of a thousand shards under ten megabytes.
+MAX_JSON_BYTES = 64_000_000
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file. Raises CheckpointError naming the file when there is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, but holds {type(values).__name__}")
+    return values
+
+
+def read_model_config(folder: Path) -> dict[str, object]:
+    """Return config.json of a folder that is a plain, unquantised, text-only model, or raise saying what it is."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder")
+    if not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").exists():
+            raise UnsupportedModelError(f"{folder}: holds only an adapter; load the model it was trained on instead")
+        raise CheckpointError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
+    values = read_json_object(folder / "config.json")
+    refuse_quantised(folder, values)
+    if any(key in values for key in ("vision_config", "audio_config", "vision_tower")):
+        raise UnsupportedModelError(f"{folder}: a multimodal model; treadle runs text-only decoders")
+    return values
+
+
+def refuse_quantised(folder: Path, values: Mapping[str, object]) -> None:
+    """Raise UnsupportedModelError when config.json says that the weights are quantised."""
+    quantisation = values.get("quantization_config") or values.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, Mapping) else quantisation
+        raise UnsupportedModelError(
+            f"{folder}: the weights are quantised ({method}); use the model's float16, bfloat16 or float32 version"
+        )
+
+
+def read_generation_config(folder: Path) -> dict[str, object]:
+    """Return generation_config.json, or an empty dict when the folder has none."""
+    path = folder / "generation_config.json"
+    return read_json_object(path) if path.exists() else {}

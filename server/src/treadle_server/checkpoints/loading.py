@@ -1,0 +1,268 @@
+"""Opening a Hugging Face model folder: config.json, one or many safetensors files, strict names and shapes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import numpy as np
+from treadle_plugin_api.backend import Array, Weight
+from treadle_plugin_api.decoder_config import DecoderConfig
+from treadle_plugin_api.family import Family, TensorEntry, UnsupportedSettingError
+
+from treadle_server.checkpoints.config_file import read_generation_config, read_json_object, read_model_config
+from treadle_server.checkpoints.safetensors_io import SafetensorsFile
+from treadle_server.errors import CheckpointError, UnsupportedModelError
+from treadle_server.model.families.registry import FamilyRegistry
+from treadle_server.model.params import Params, Shape, param_shapes
+
+_log = logging.getLogger(__name__)
+INDEX_NAME = "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "embedding.weight", "head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An open model folder. Weights are read from its files when asked for; close it once they have been.
+
+    Attributes:
+        folder: where it was loaded from.
+        family: the family of its model_type.
+        config: what its config.json describes, with `tied_head` as the tensors have it.
+        params: the canonical parameters, lazy.
+        table: the family's entries under the names that the files use.
+        hf_config: config.json as it stands.
+        generation_config: generation_config.json as it stands; empty when there is none.
+    """
+
+    folder: Path
+    family: Family
+    config: DecoderConfig
+    params: Params
+    table: tuple[TensorEntry, ...]
+    hf_config: Mapping[str, object]
+    generation_config: Mapping[str, object]
+    _files: tuple[SafetensorsFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters as stored."""
+        return self.params.num_bytes
+
+    def close(self) -> None:
+        """Close the files. Weights that were mapped stay valid; others can no longer be read."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class FileWeight(Weight):
+    """A canonical parameter in a file: some leading rows of a tensor, which may be stored transposed."""
+
+    def __init__(self, file: SafetensorsFile, name: str, shape: Shape, first_row: int, *, transposed: bool) -> None:
+        self.shape = shape
+        self.dtype = file.dtype(name).name
+        self._file = file
+        self._name = name
+        self._rows = slice(first_row, first_row + shape[0])
+        self._transposed = transposed
+
+    def read_into(self, out: Array) -> None:
+        """Fill `out` with the values, read from the file in pieces and widened."""
+        if self._transposed:
+            self._file.read_columns_into(self._name, self._rows, out)
+        else:
+            self._file.read_rows_into(self._name, self._rows.start, out)
+
+    def view(self) -> Array:
+        """Return the rows mapped from the file, in its dtype."""
+        mapped = self._file.map(self._name)
+        return mapped[:, self._rows].T if self._transposed else mapped[self._rows]
+
+
+def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Checkpoint:
+    """Open a model folder; no weight is read yet, but every name, shape and file size is checked.
+
+    Raises CheckpointError for a broken folder and UnsupportedModelError for one whose arithmetic treadle lacks.
+    """
+    hf_config = read_model_config(folder)
+    family = _find_family(folder, hf_config, families or FamilyRegistry())
+    config = _read_config(folder, family, hf_config)
+    files = _open_files(folder)
+    try:
+        tensors = _Tensors(folder, files, family.ignored)
+        entries = tensors.name_entries(family, family.tensor_table(config))
+        config, table = tensors.settle_head(config, entries)
+        params = Params(tensors.weights(config, table))
+        generation_config = read_generation_config(folder)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return Checkpoint(
+        folder,
+        family,
+        config,
+        params,
+        table,
+        MappingProxyType(hf_config),
+        MappingProxyType(generation_config),
+        tuple(files),
+    )
+
+
+def _find_family(folder: Path, hf_config: Mapping[str, object], families: FamilyRegistry) -> Family:
+    model_type = hf_config.get("model_type")
+    family = families.find(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(families)
+        remote = " and its own code is never run" if "auto_map" in hf_config else ""
+        raise UnsupportedModelError(
+            f"{folder}: model_type {model_type!r} is not supported{remote}; supported types: {known}"
+        )
+    return family
+
+
+def _read_config(folder: Path, family: Family, hf_config: Mapping[str, object]) -> DecoderConfig:
+    try:
+        return family.config_from_hf(hf_config)
+    except UnsupportedSettingError as error:
+        raise UnsupportedModelError(f"{folder / 'config.json'}: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _open_files(folder: Path) -> list[SafetensorsFile]:
+    names = _shard_names(folder)
+    files: list[SafetensorsFile] = []
+    try:
+        for name in names:
+            files.append(SafetensorsFile(folder / name))  # noqa: PERF401 - those opened must be closed on error
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    return files
+
+
+def _shard_names(folder: Path) -> list[str]:
+    """Return the names of the model's files: those in the index, else model.safetensors, else all `model*`."""
+    if (folder / INDEX_NAME).exists():
+        return _names_in_index(folder / INDEX_NAME)
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]
+    names = sorted(path.name for path in folder.glob("model*.safetensors"))
+    if names:
+        return names
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    hint = f"; {pickles[0]} is a pickle and is never opened, convert it to safetensors" if pickles else ""
+    raise CheckpointError(f"{folder}: has no model.safetensors{hint}")
+
+
+def _names_in_index(path: Path) -> list[str]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: weight_map must be an object from tensor to file name")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\x00]+\.safetensors", name) or ".." in name:
+            raise CheckpointError(f"{path}: tensor {tensor!r} lies in {name!r}, which is no name of a file beside it")
+    return sorted(set(weight_map.values()))
+
+
+class _Tensors:
+    """Every tensor of a folder's files by name."""
+
+    def __init__(self, folder: Path, files: list[SafetensorsFile], ignored: tuple[str, ...]) -> None:
+        self._folder = folder
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in files:
+            for name in file.tensors:
+                if any(re.fullmatch(pattern, name) for pattern in ignored):
+                    continue
+                if name in self._files:
+                    raise CheckpointError(f"tensor {name!r} is in {self._files[name].path} and in {file.path}")
+                self._files[name] = file
+
+    def name_entries(self, family: Family, table: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+        """Return the entries under the names these files use: with or without the family's optional prefix."""
+        prefix = family.optional_prefix
+        if not prefix or any(name.startswith(prefix) for name in self._files):
+            return list(table)
+        return [replace(entry, file_name=entry.file_name.removeprefix(prefix)) for entry in table]
+
+    def settle_head(
+        self, config: DecoderConfig, entries: list[TensorEntry]
+    ) -> tuple[DecoderConfig, tuple[TensorEntry, ...]]:
+        """Decide by the tensors that are present whether the head is the embedding; the config's flag is a hint."""
+        by_param = {entry.params[0]: entry for entry in entries}
+        embedding, head = by_param[_EMBEDDING], by_param[_HEAD]
+        rest = [entry for entry in entries if entry.params[0] not in (_EMBEDDING, _HEAD)]
+        has_embedding, has_head = embedding.file_name in self._files, head.file_name in self._files
+        if has_head and not has_embedding and config.tied_head:
+            return config, (replace(embedding, file_name=head.file_name), *rest)
+        if not has_head:
+            if not config.tied_head:
+                self._warn("not tied, but %r is absent; the embedding is used", head)
+            return replace(config, tied_head=True), (embedding, *rest)
+        if config.tied_head and self._identical(embedding.file_name, head.file_name):
+            del self._files[head.file_name]
+            return config, (embedding, *rest)
+        if config.tied_head:
+            self._warn("tied, but %r differs from the embedding; the stored head is used", head)
+        return replace(config, tied_head=False), (embedding, head, *rest)
+
+    def _warn(self, text: str, head: TensorEntry) -> None:
+        _log.warning("%s: by config.json the head is " + text, self._folder, head.file_name)
+
+    def weights(self, config: DecoderConfig, table: tuple[TensorEntry, ...]) -> dict[str, Weight]:
+        """Return every canonical parameter; raises CheckpointError for a missing, extra or mis-shaped tensor."""
+        self._refuse_extra({entry.file_name for entry in table})
+        shapes = param_shapes(config)
+        weights: dict[str, Weight] = {}
+        for entry in table:
+            weights |= self._entry_weights(entry, shapes)
+        return {name: weights[name] for name in shapes}
+
+    def _entry_weights(self, entry: TensorEntry, shapes: Mapping[str, Shape]) -> dict[str, Weight]:
+        name = entry.file_name
+        if name not in self._files:
+            raise CheckpointError(f"{self._folder}: tensor {name!r} is missing")
+        file = self._files[name]
+        rows = [shapes[param][0] for param in entry.params]
+        expected: Shape = (sum(rows), *shapes[entry.params[0]][1:])
+        if entry.transposed:
+            expected = expected[::-1]
+        if file.tensors[name].shape != expected:
+            raise CheckpointError(
+                f"{file.path}: tensor {name!r} must have shape {list(expected)} by config.json, "
+                f"but has {list(file.tensors[name].shape)}"
+            )
+        starts = np.cumsum([0, *rows]).tolist()
+        return {
+            param: FileWeight(file, name, shapes[param], start, transposed=entry.transposed)
+            for param, start in zip(entry.params, starts, strict=False)
+        }
+
+    def _refuse_extra(self, known: set[str]) -> None:
+        extra = sorted(self._files.keys() - known)
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(f"{self._files[extra[0]].path}: tensor {extra[0]!r}{more} is not part of the model")
+
+    def _identical(self, first: str, second: str) -> bool:
+        a, b = self._files[first], self._files[second]
+        if a.tensors[first].shape != b.tensors[second].shape:
+            return False
+        # Compared through the map, a piece at a time, so that a head of gigabytes is not read into memory twice.
+        left, right = a.map(first), b.map(second)
+        return all(np.array_equal(left[row : row + 4096], right[row : row + 4096]) for row in range(0, len(left), 4096))

@@ -1,0 +1,1 @@
+"""The decoder in pure NumPy; see README.md beside this file."""

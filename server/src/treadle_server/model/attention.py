@@ -1,0 +1,110 @@
+"""Causal attention of one sequence's new tokens over its cached keys and values.
+
+Grouped queries: query head `kv * group + g` reads key/value head `kv`. New token r stands at `length + r` and sees the
+keys 0..length + r. Query rows are treated in blocks, so that scores never need `[heads, tokens, keys]` at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from treadle_plugin_api.backend import Array, Observer
+
+from treadle_server.model.kv_cache import BLOCK_TOKENS
+from treadle_server.model.ops import softmax_forward
+
+# Scores held at once, all heads together: 8 MB in float32, of the order of the last-level cache.
+MAX_SCORES = 1 << 21
+MANY_KEYS = 512
+
+
+def attention_forward(
+    q: Array, keys: Array, values: Array, length: int, scale: float, out: Array, observe: Observer | None = None
+) -> None:
+    """Fill out `[rows, kv_heads, group, head_dim]` from q of that shape.
+
+    Keys and values are `[kv_heads, capacity, head_dim]`; those of the new rows are in there already, from `length` on.
+    """
+    rows, kv_heads, group, _ = q.shape
+    total = length + rows
+    block = rows if observe is not None else max(1, MAX_SCORES // (kv_heads * group * total))
+    for start in range(0, rows, block):
+        stop = min(start + block, rows)
+        seen = length + stop
+        _attend_block(q[start:stop], keys[:, :seen], values[:, :seen], scale, out[start:stop], observe)
+
+
+def _attend_block(q: Array, keys: Array, values: Array, scale: float, out: Array, observe: Observer | None) -> None:
+    """Attend from the last `rows` tokens of keys `[kv_heads, seen, head_dim]`."""
+    rows, kv_heads, group, head_dim = q.shape
+    scores = _scores(q, keys)  # [kv_heads, group * rows, seen]
+    by_head = scores.reshape(kv_heads * group, rows, -1)  # [heads, rows, seen]
+    _show(observe, "scores", by_head)
+    scores *= scale
+    _show(observe, "scaled_scores", by_head)
+    if rows > 1:
+        future = np.triu(np.ones((rows, rows), np.bool_), 1)
+        np.copyto(by_head[:, :, -rows:], -np.inf, where=future)
+    _show(observe, "masked_scores", by_head)
+    weights = softmax_forward(scores, out=scores)
+    _show(observe, "weights", by_head)
+    heads = np.matmul(weights, values)  # [kv_heads, group * rows, head_dim]
+    out[...] = heads.reshape(kv_heads, group, rows, head_dim).transpose(2, 0, 1, 3)
+
+
+def _scores(q: Array, keys: Array) -> Array:
+    """Return every query's product with every key, `[kv_heads, group * rows, seen]`."""
+    rows, kv_heads, group, head_dim = q.shape
+    if rows == 1 and keys.shape[1] > MANY_KEYS:
+        # One matrix-vector product a head: OpenBLAS is four times slower at a product of a few rows with many columns.
+        products: Array = np.matmul(keys[:, None], q[0, ..., None])  # [kv_heads, group, seen, 1]
+        return products[..., 0]
+    stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, head_dim)
+    scores: Array = np.matmul(stacked, keys.transpose(0, 2, 1))
+    return scores
+
+
+def _show(observe: Observer | None, name: str, array: Array) -> None:
+    if observe is not None:
+        observe(name, array.copy())
+
+
+def reproducible_attention_forward(q: Array, keys: Array, values: Array, length: int, scale: float, out: Array) -> None:
+    """Like `attention_forward`, but a row's result depends on its own query and the keys before it alone, bit for bit.
+
+    Keys are cut in blocks of BLOCK_TOKENS at absolute positions. Each query row makes one product of a fixed shape with
+    each block; the blocks' sums are added in order. Blocks past a row add exact zeros.
+    """
+    rows, kv_heads, group, head_dim = q.shape
+    num_blocks = -(-(length + rows) // BLOCK_TOKENS)
+    padded = num_blocks * BLOCK_TOKENS
+    # Rows past the end are whatever the memory held: a NaN there would survive a weight of zero.
+    keys[:, length + rows : padded] = 0
+    values[:, length + rows : padded] = 0
+    blocks = (kv_heads, num_blocks, BLOCK_TOKENS, head_dim)
+    keys = keys[:, :padded].reshape(blocks).transpose(0, 1, 3, 2)
+    values = values[:, :padded].reshape(blocks)
+    step = max(1, MAX_SCORES // (kv_heads * group * num_blocks * max(head_dim, BLOCK_TOKENS)))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        seen = -(-(length + stop) // BLOCK_TOKENS)
+        positions = np.arange(length + start, length + stop)
+        out[start:stop] = _attend_key_blocks(q[start:stop], keys[:, :seen], values[:, :seen], positions, scale)
+
+
+def _attend_key_blocks(q: Array, keys: Array, values: Array, positions: Array, scale: float) -> Array:
+    """Return `[rows, kv_heads, group, head_dim]`; a key block is `[head_dim, 64]`, a value block `[64, head_dim]`."""
+    scores = np.matmul(q[:, :, None], keys)  # [rows, kv_heads, blocks, group, 64]
+    scores *= scale
+    key_positions = np.arange(keys.shape[1] * BLOCK_TOKENS).reshape(-1, 1, BLOCK_TOKENS)
+    np.copyto(scores, -np.inf, where=key_positions > positions[:, None, None, None, None])
+    scores -= np.maximum.reduce(scores, axis=(2, 4), keepdims=True)
+    weights = np.exp(scores, out=scores)
+    totals = np.add.reduce(weights, axis=4)  # [rows, kv_heads, blocks, group]
+    parts = np.matmul(weights, values)  # [rows, kv_heads, blocks, group, head_dim]
+    numerator: Array = parts[:, :, 0].copy()
+    denominator: Array = totals[:, :, 0].copy()
+    for block in range(1, keys.shape[1]):
+        numerator += parts[:, :, block]
+        denominator += totals[:, :, block]
+    numerator /= denominator[..., None]
+    return numerator

@@ -1,0 +1,1 @@
+"""One module a `model_type`, and the registry that finds them."""

@@ -1,0 +1,121 @@
+"""Save round trips: the loaded file's own names, formats and numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from treadle_plugin_api.backend import Batch
+from treadle_server.checkpoints.loading import load_checkpoint
+from treadle_server.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
+from treadle_server.checkpoints.saving import save_checkpoint
+from treadle_server.errors import CheckpointError
+from treadle_server.model.decoder import Decoder
+from treadle_server.model.families.treadle_classic import TREADLE_CLASSIC
+from treadle_server.model.params import Params, random_arrays
+
+MODELS = ("gpt2", "gpt2_hub_layout", "llama_bias_headdim", "llama_mqa_bf16", "llama_sharded", "llama_tied_gqa")
+
+
+def file_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return format, shape and bytes of every tensor of a folder, buffers aside."""
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        file = SafetensorsFile(path)
+        for name, info in file.tensors.items():
+            if not re.fullmatch(r"h\.\d+\.attn\.bias", name):
+                tensors[name] = (info.dtype, info.shape, file.map(name).tobytes())
+        file.close()
+    return tensors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loading_and_saving_keeps_every_tensor(golden, tmp_path, name):
+    """Names (bare ones stay bare), formats, shapes and bytes are those of the loaded files."""
+    folder = golden / "models" / name
+    with load_checkpoint(folder) as checkpoint:
+        save_checkpoint(tmp_path / "saved", checkpoint)
+    assert file_tensors(tmp_path / "saved") == file_tensors(folder)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_shared_matrix_keeps_the_name_it_was_stored_under(golden, tmp_path):
+    """A tied model whose file holds the matrix as the head only is saved that way."""
+    source = golden / "models" / "llama_tied_gqa"
+    shutil.copytree(source, tmp_path / "a")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    write_safetensors(tmp_path / "a" / "model.safetensors", tensors)
+    with load_checkpoint(tmp_path / "a") as checkpoint:
+        save_checkpoint(tmp_path / "b", checkpoint)
+    assert file_tensors(tmp_path / "b") == file_tensors(tmp_path / "a")
+
+
+def test_saving_over_the_loaded_folder_is_safe(golden, tmp_path):
+    """The file that is being read is replaced, not written into."""
+    folder = shutil.copytree(golden / "models" / "llama_plain", tmp_path / "a")
+    before = file_tensors(folder)
+    with load_checkpoint(folder) as checkpoint:
+        save_checkpoint(folder, checkpoint)
+    assert file_tensors(folder) == before
+
+
+def test_saved_models_have_the_same_logits(golden, tmp_path):
+    """Load, save, load: the very same numbers, even for matrices that the file stores transposed and joined."""
+
+    def logits(folder: Path) -> np.ndarray:
+        with load_checkpoint(folder) as checkpoint:
+            decoder = Decoder(checkpoint.config, checkpoint.params)
+        return decoder.head(decoder.forward(Batch.of([[5, 6, 7]])))
+
+    with load_checkpoint(golden / "models" / "gpt2") as checkpoint:
+        save_checkpoint(tmp_path, checkpoint)
+    np.testing.assert_array_equal(logits(tmp_path), logits(golden / "models" / "gpt2"))
+
+
+def test_other_parameters_can_be_saved_in_another_format(golden, tmp_path):
+    """New values land under the old names, in the format asked for, and config.json says so."""
+    with load_checkpoint(golden / "models" / "gpt2") as checkpoint:
+        arrays = random_arrays(checkpoint.config, 1)
+        save_checkpoint(tmp_path, checkpoint, Params.from_arrays(arrays), dtype="bfloat16")
+    with load_checkpoint(tmp_path) as saved:
+        assert saved.hf_config["dtype"] == "bfloat16"
+        for name, weight in saved.params.items():
+            out = np.empty(weight.shape, np.float32)
+            weight.read_into(out)
+            np.testing.assert_allclose(out, arrays[name], rtol=2**-8)
+
+
+def test_incomplete_parameters_are_refused(golden, tmp_path):
+    """A missing parameter raises before anything is written."""
+    with load_checkpoint(golden / "models" / "gpt2") as checkpoint:
+        arrays = random_arrays(checkpoint.config, 1)
+        del arrays["positions.weight"]
+        with pytest.raises(CheckpointError, match=r"'positions.weight' is missing or unknown"):
+            save_checkpoint(tmp_path / "saved", checkpoint, Params.from_arrays(arrays))
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_treadle_classic_round_trips(tmp_path, tied):
+    """A treadle_classic folder, with or without a head of its own, loads under the canonical names."""
+    hf_config = {
+        "model_type": "treadle_classic", "vocab_size": 9, "hidden_size": 4, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 8, "tie_word_embeddings": tied, "head_bias": True,
+    }  # fmt: skip
+    arrays = random_arrays(TREADLE_CLASSIC.config_from_hf(hf_config), 0)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    write_safetensors(tmp_path / "model.safetensors", arrays)
+    with load_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.config.tied_head == tied
+        assert sorted(checkpoint.params) == sorted(arrays)
+        save_checkpoint(tmp_path / "saved", checkpoint)
+    assert file_tensors(tmp_path / "saved") == file_tensors(tmp_path)

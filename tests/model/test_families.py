@@ -1,0 +1,195 @@
+"""config.json to DecoderConfig: defaults, both rotary spellings, refusals by name; treadle_classic's arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from treadle_plugin_api.backend import Batch
+from treadle_plugin_api.decoder_config import RotaryConfig
+from treadle_plugin_api.family import UnsupportedSettingError
+from treadle_server.model.decoder import Decoder
+from treadle_server.model.families import gpt2, llama, treadle_classic
+from treadle_server.model.families.registry import FamilyRegistry
+from treadle_server.model.params import Params, param_shapes, random_arrays
+
+LLAMA = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 20,
+}
+GPT2 = {"vocab_size": 30, "n_embd": 16, "n_head": 4, "n_layer": 1, "n_positions": 8}
+CLASSIC = {
+    "vocab_size": 11,
+    "hidden_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 9,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+    "scale_embedding": True,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def test_llama_defaults():
+    """What a llama config leaves out: as many key heads as query heads, no biases, theta 10,000, an untied head."""
+    config = llama.config_from_hf(LLAMA)
+    assert (config.attention.num_kv_heads, config.attention.head_dim, config.attention.scale) == (4, 4, 0.5)
+    assert config.positions.rotary == RotaryConfig(theta=10000.0)
+    assert (config.attention.qkv_bias, config.mlp.bias, config.tied_head) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rope_scaling": None, "rope_theta": 5.0}, RotaryConfig(theta=5.0)),
+        ({"rope_scaling": {}}, RotaryConfig()),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, RotaryConfig(kind="linear", factor=4.0)),
+        ({"rope_scaling": {"rope_type": "linear", "type": "x", "factor": 4}}, RotaryConfig(kind="linear", factor=4.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 5.0}, RotaryConfig(theta=7.0)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, RotaryConfig(theta=7.0)),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 9.0},
+            RotaryConfig(kind="llama3", theta=9.0, factor=8.0, original_context_length=32),
+        ),
+    ],
+)
+def test_rotary_spellings(settings, expected):
+    """Every spelling of the rotary settings is read, the newer one first."""
+    assert llama.config_from_hf(LLAMA | settings).positions.rotary == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"type": "su", "factor": 2}}, "type 'su'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, "beta_fast 32"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"rope_interleaved": True}, "rope_interleaved True"),
+        ({"logits_scaling": 8.0}, "logits_scaling 8.0"),
+    ],
+)
+def test_arithmetic_that_llama_lacks_is_refused_by_name(settings, message):
+    """A setting that would change the numbers raises, naming key and value."""
+    with pytest.raises(UnsupportedSettingError, match=message):
+        llama.config_from_hf(LLAMA | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "16"}, "hidden_size must be an integer, but is '16'"),
+        ({"hidden_size": True}, "hidden_size must be an integer, but is True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be between 1 and 2147483647, but is 0"),
+        ({"num_hidden_layers": 10**9}, "num_layers must be 10000 or less"),
+        ({"vocab_size": 10**400}, "vocab_size must be between 1 and"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be finite"),
+        ({"num_attention_heads": 32}, "head_dim must be between 1 and 2147483647, but is 0"),
+        ({"num_key_value_heads": 3}, r"num_kv_heads must be a divisor of num_heads \(4\), but is 3"),
+        ({"head_dim": 3}, "head_dim must be even"),
+        ({"rms_norm_eps": -1.0}, "eps must be 0 or more, but is -1.0"),
+        ({"rope_theta": 0}, "theta must be greater than 0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be finite"),
+        ({"attention_bias": 1}, "attention_bias must be true or false"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_scaling": {"type": 3}}, "rope_scaling.type must be a string, but is 3"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(settings, message):
+    """A wrong type or value raises ValueError with key, expectation and value."""
+    with pytest.raises(ValueError, match=message):
+        llama.config_from_hf(LLAMA | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"n_head": 5}, "n_embd must be a multiple of n_head"),
+    ],
+)
+def test_gpt2_refusals(settings, message):
+    """GPT-2's unsupported settings are refused by name."""
+    with pytest.raises(ValueError, match=message):
+        gpt2.config_from_hf(GPT2 | settings)
+
+
+def test_gpt2_settings_are_read():
+    """An own inner width, unscaled attention, and the older name of the context length."""
+    settings = {"n_positions": None, "n_ctx": 9, "n_inner": 24, "scale_attn_weights": False}
+    config = gpt2.config_from_hf(GPT2 | settings)
+    assert (config.context_length, config.mlp.hidden_dim, config.attention.scale) == (9, 24, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"), [(llama.LLAMA, LLAMA), (gpt2.GPT2, GPT2), (treadle_classic.TREADLE_CLASSIC, CLASSIC)]
+)
+def test_tables_name_every_parameter_once(family, values):
+    """A family's table covers the canonical parameters exactly, the head included."""
+    config = family.config_from_hf(values)
+    named = [param for entry in family.tensor_table(config) for param in entry.params]
+    assert sorted({*named}) == sorted({*param_shapes(config), "head.weight"})
+    assert len(named) == len({*named})
+
+
+def test_a_registered_name_is_never_replaced():
+    """A second family of the same model_type is refused."""
+    with pytest.raises(ValueError, match="'llama' is registered already"):
+        FamilyRegistry([llama.LLAMA])
+
+
+def test_treadle_classic_is_the_original_transformers_decoder():
+    """Logits equal the formulas of the 2017 paper, written out with whole matrices."""
+    config = treadle_classic.config_from_hf(CLASSIC)
+    weights = random_arrays(config, seed=1, scale=0.4)
+    ids = np.array([3, 1, 4, 1, 5])
+    decoder = Decoder(config, Params.from_arrays(weights), dtype="float64")
+    logits = decoder.head(decoder.forward(Batch.of([ids])))
+    np.testing.assert_allclose(logits, _classic(weights, ids), atol=1e-12)
+
+
+def _classic(weights: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    w = {name: array.astype(np.float64) for name, array in weights.items()}
+    rows, columns = np.arange(len(ids))[:, None], np.arange(6)[None, :]
+    angles = rows / 10000 ** (columns // 2 * 2 / 6)
+    x = w["embedding.weight"][ids] * np.sqrt(6) + np.where(columns % 2 == 0, np.sin(angles), np.cos(angles))
+    for layer in range(2):
+        p = f"layers.{layer}."
+        x = _classic_norm(w, p + "attention_norm", x + _classic_attention(w, p + "attention.", x))
+        hidden = np.maximum(_classic_linear(w, p + "mlp.up", x), 0)
+        x = _classic_norm(w, p + "mlp_norm", x + _classic_linear(w, p + "mlp.down", hidden))
+    return _classic_linear(w, "head", x)
+
+
+def _classic_linear(w: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def _classic_norm(w: dict[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def _classic_attention(w: dict[str, np.ndarray], prefix: str, x: np.ndarray) -> np.ndarray:
+    q, k, v = (_classic_linear(w, prefix + name, x) for name in "qkv")
+    heads = []
+    for head in (slice(0, 2), slice(2, 4)):
+        scores = np.where(np.tri(len(x), dtype=bool), q[:, head] @ k[:, head].T / np.sqrt(2), -np.inf)
+        odds = np.exp(scores)
+        heads.append(odds / odds.sum(-1, keepdims=True) @ v[:, head])
+    return _classic_linear(w, prefix + "o", np.concatenate(heads, axis=1))
