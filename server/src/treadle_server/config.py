@@ -1,0 +1,65 @@
+"""The server's settings: defaults, a TOML file, and what the command line overrides."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from treadle_server.errors import ConfigError
+
+DEFAULT_PORT = 7433
+
+
+class ServerConfig(BaseModel):
+    """Settings of `treadle serve`. A key that is not listed here is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(DEFAULT_PORT, description="port; 0 takes a free one")
+    backend: str = Field("auto", description="compute backend")
+    dtype: Literal["float32", "float64"] = Field("float32", description="number type of the arithmetic")
+    numerics: Literal["fast", "reproducible"] = Field(
+        "fast", description="reproducible: a result never depends on what else is in the batch"
+    )
+    max_message_bytes: Annotated[int, Field(ge=1 << 16)] = Field(16 << 20, description="largest message, in bytes")
+    grace_s: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds that requests get to finish at shutdown")
+    max_queued_requests: Annotated[int, Field(ge=1)] = Field(256, description="requests that may wait, a model")
+    max_queued_tokens: Annotated[int, Field(ge=1)] = Field(1 << 20, description="prompt tokens that may wait, a model")
+    max_running: Annotated[int, Field(ge=1)] = Field(64, description="sequences that share a step")
+    max_prefill_tokens: Annotated[int, Field(ge=1)] = Field(256, description="prompt tokens of a step")
+    max_prefill_tokens_beside_decode: Annotated[int, Field(ge=1)] = Field(
+        64, description="prompt tokens of a step while others stream"
+    )
+    max_kv_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
+        4 << 30, description="memory for keys and values in bytes, a model"
+    )
+    max_choices: Annotated[int, Field(ge=1)] = Field(128, description="largest n of a request")
+    max_top_logprobs: Annotated[int, Field(ge=0)] = Field(128, description="most likely tokens listed at a position")
+    max_stop_sequences: Annotated[int, Field(ge=0)] = Field(64, description="stop strings or stop tokens of a request")
+    plugin_dirs: tuple[Path, ...] = Field((), description="folders of single-file plugins")
+    no_plugins: tuple[str, ...] = Field((), description="plugins to leave out, by name")
+    strict_plugins: bool = Field(False, description="whether a plugin that fails to load is fatal")
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> ServerConfig:
+    """Read a TOML file and apply overrides; None in an override means not given.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting is unknown or out of range.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        try:
+            settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+    settings |= {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return ServerConfig.model_validate(settings)
+    except ValidationError as error:
+        lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        raise ConfigError(f"the configuration is wrong: {'; '.join(lines)}") from error

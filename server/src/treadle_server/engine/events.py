@@ -1,0 +1,82 @@
+"""What the engine tells about a request. Token ids only: text is made outside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from treadle_server.errors import TreadleError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token at a position, with its natural log-probability.
+
+    Attributes:
+        token_id: the token.
+        logprob: None where there is none: the first token of a prompt, or a probability of zero.
+        rank: 1 for the most likely token; ties take the lowest rank of theirs. None with `logprob` of a first token.
+        top: the most likely tokens of the position as (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    EOS = auto()
+    STOP_TOKEN = auto()
+    STOP_STRING = auto()  # set outside the engine, by whoever reads the text
+    MAX_TOKENS = auto()
+    CONTEXT_FULL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations of a choice in seconds: waiting, first step to first token, first token to last."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log-probabilities of the next prompt tokens, in order; long prompts send several of these."""
+
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A choice has one more token; `is_stop` when it is the stop token that ends the choice."""
+
+    index: int
+    token_id: int
+    is_stop: bool
+    logprob: TokenLogprob | None
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """A choice has ended; nothing more comes for it."""
+
+    index: int
+    reason: FinishReason
+    matched_token_id: int | None
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The whole request has ended with an error; nothing more comes for it."""
+
+    error: TreadleError
+
+
+EngineEvent = PromptScored | NewToken | ChoiceFinished | RequestFailed

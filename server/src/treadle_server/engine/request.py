@@ -1,0 +1,54 @@
+"""A request as the engine takes it: checked, encoded, with its sampling chain built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from treadle_server.engine.chain import SamplingChain
+
+
+class LogprobsMode(Enum):
+    """Which log-probabilities a request wants of its generated tokens."""
+
+    NONE = auto()
+    RAW = auto()
+    PROCESSED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What to generate.
+
+    Attributes:
+        prompt_ids: int64 [prompt], at least one.
+        seed: key of all noise of the request.
+        n: number of choices; they share one prefill.
+        max_tokens: tokens a choice may generate; 0 scores the prompt only.
+        truncated: whether `max_tokens` is the room left in the context rather than what was asked for.
+        eos_ids: end-of-sequence tokens in force; empty when they are to be ignored.
+        stop_ids: the request's own stop tokens.
+        num_top_logprobs: how many of the most likely tokens to list.
+    """
+
+    request_id: str
+    prompt_ids: npt.NDArray[np.int64]
+    chain: SamplingChain
+    seed: int
+    n: int = 1
+    max_tokens: int
+    truncated: bool = False
+    min_tokens: int = 0
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: LogprobsMode = LogprobsMode.NONE
+    num_top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def max_length(self) -> int:
+        """Largest number of tokens of a sequence, prompt included."""
+        return len(self.prompt_ids) + self.max_tokens

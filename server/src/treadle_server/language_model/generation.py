@@ -1,0 +1,154 @@
+"""One generation under way: reads the engine's events and gives out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from treadle_server.engine.events import (
+    ChoiceFinished,
+    EngineEvent,
+    FinishReason,
+    NewToken,
+    PromptScored,
+    RequestFailed,
+    Timings,
+    TokenLogprob,
+)
+from treadle_server.engine.sequence import ActiveRequest
+from treadle_server.language_model.spec import (
+    Choice,
+    Delta,
+    FinishInfo,
+    GenerationEvent,
+    GenerationResult,
+    GenerationSpec,
+    PromptInfo,
+)
+from treadle_server.language_model.text import ChoiceText
+from treadle_server.tokenizer import Tokenizer
+
+
+class Generation:
+    """Turns engine events into generation events. Belongs to the thread that reads it.
+
+    Attributes:
+        finished: whether every choice has ended.
+    """
+
+    def __init__(self, active: ActiveRequest, spec: GenerationSpec, info: PromptInfo, tokenizer: Tokenizer) -> None:
+        self._active = active
+        self._spec = spec
+        self._info = info
+        self._tokenizer = tokenizer
+        self._texts = {i: ChoiceText(tokenizer, spec, info.prompt_ids) for i in range(spec.n)}
+        self._open = set(self._texts)
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._introduced = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return not self._open
+
+    def cancel(self) -> None:
+        """Drop the generation; the engine stops working on it before its next step."""
+        self._active.cancel()
+
+    def start(self) -> list[GenerationEvent]:
+        """Return what can be told before the first step."""
+        return [] if self._spec.prompt_logprobs else self._introduce()
+
+    def _introduce(self) -> list[GenerationEvent]:
+        """Return the first message, and the prompt's text when it is to be echoed."""
+        self._introduced = True
+        events: list[GenerationEvent] = [replace(self._info, prompt_logprobs=tuple(self._prompt_logprobs))]
+        if self._spec.echo:
+            skip = not self._spec.special_tokens
+            prompt = self._tokenizer.decode(list(self._info.prompt_ids), skip_special_tokens=skip)
+            events += [Delta(index=index, text=prompt) for index in self._texts]
+        return events
+
+    def feed(self, events: Iterable[EngineEvent]) -> list[GenerationEvent]:
+        """Turn engine events into generation events.
+
+        Raises:
+            TreadleError: the request has failed.
+        """
+        return [out for event in events for out in self._feed_one(event)]
+
+    def _feed_one(self, event: EngineEvent) -> Iterator[GenerationEvent]:
+        if isinstance(event, RequestFailed):
+            self._open.clear()
+            raise event.error
+        if isinstance(event, PromptScored):
+            self._prompt_logprobs += event.logprobs
+            return
+        if not self._introduced:
+            yield from self._introduce()
+        if event.index not in self._open:
+            return
+        if isinstance(event, NewToken):
+            yield from self._token(event)
+        else:
+            yield from self._end(event)
+
+    def _token(self, event: NewToken) -> Iterator[GenerationEvent]:
+        choice = self._texts[event.index]
+        text = choice.push(event.token_id, is_stop=event.is_stop)
+        logprobs = (event.logprob,) if event.logprob else ()
+        yield Delta(index=event.index, text=text, token_ids=(event.token_id,), logprobs=logprobs)
+        if choice.matched is not None:
+            self._active.cancel(event.index)
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings)
+
+    def _end(self, event: ChoiceFinished) -> Iterator[GenerationEvent]:
+        choice = self._texts[event.index]
+        tail = choice.flush() if event.matched_token_id is None else ""
+        if tail:
+            yield Delta(index=event.index, text=tail)
+        if choice.matched is not None:  # the held text held a whole stop string
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings)
+        else:
+            yield self._finish(event.index, event.reason, event.matched_token_id, event.timings)
+
+    def _finish(self, index: int, reason: FinishReason, matched: str | int | None, timings: Timings) -> FinishInfo:
+        self._open.discard(index)
+        return FinishInfo(
+            index=index,
+            reason=reason,
+            matched=matched,
+            num_prompt_tokens=len(self._info.prompt_ids),
+            num_generated_tokens=self._texts[index].num_tokens,
+            num_cached_tokens=0,
+            timings=timings,
+            weight_version=self._info.weight_version,
+        )
+
+
+def gather(events: Iterable[GenerationEvent]) -> GenerationResult:
+    """Join the events of a finished generation."""
+    info: PromptInfo | None = None
+    deltas: dict[int, list[Delta]] = {}
+    finishes: list[FinishInfo] = []
+    for event in events:
+        if isinstance(event, PromptInfo):
+            info = event
+        elif isinstance(event, Delta):
+            deltas.setdefault(event.index, []).append(event)
+        else:
+            finishes.append(event)
+    if info is None:
+        raise ValueError("the events hold no PromptInfo")
+    finishes.sort(key=lambda finish: finish.index)
+    return GenerationResult(prompt_info=info, choices=tuple(_choice(f, deltas.get(f.index, [])) for f in finishes))
+
+
+def _choice(finish: FinishInfo, deltas: list[Delta]) -> Choice:
+    return Choice(
+        index=finish.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(i for delta in deltas for i in delta.token_ids),
+        logprobs=tuple(p for delta in deltas for p in delta.logprobs),
+        finish=finish,
+    )
