@@ -1,0 +1,274 @@
+"""Between protos and the plain objects of the language model. No proto goes further than this package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from treadle_protos.v1 import generation_pb2 as pb
+from treadle_protos.v1 import model_pb2, value_pb2
+
+from treadle_server.engine.chain import StageSpec
+from treadle_server.engine.events import FinishReason, TokenLogprob
+from treadle_server.engine.request import LogprobsMode
+from treadle_server.errors import InvalidRequestError, Violation
+from treadle_server.language_model import Choice, Delta, FinishInfo, GenerationSpec, LanguageModel, PromptInfo
+from treadle_server.language_model.spec import Message, Prompt
+from treadle_server.tokenizer import Tokenizer
+
+# Fields of SamplingOptions that are no plain knobs of a stage.
+_NOT_KNOBS = frozenset({"seed", "stages", "order", "use_model_defaults"})
+_MAX_VALUE_DEPTH = 16
+
+# Where each field of a spec stands in the message.
+_PATHS = {
+    field.name: f"{group.name}.{field.name}"
+    for group in pb.GenerationSpec.DESCRIPTOR.fields
+    if group.name in ("sampling", "stopping", "response")
+    for field in (group.message_type.fields if group.message_type else ())
+}
+
+_LOGPROBS = {
+    pb.LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.NONE,
+    pb.LOGPROBS_MODE_RAW: LogprobsMode.RAW,
+    pb.LOGPROBS_MODE_PROCESSED: LogprobsMode.PROCESSED,
+}
+_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.MAX_TOKENS: pb.FINISH_REASON_MAX_TOKENS,
+    FinishReason.CONTEXT_FULL: pb.FINISH_REASON_CONTEXT_FULL,
+}
+
+
+def spec_from_proto(spec: pb.GenerationSpec) -> GenerationSpec:
+    """Return what a message asks for.
+
+    Raises:
+        InvalidRequestError: no prompt, or a value that no spec can hold.
+    """
+    sampling, stopping, response = spec.sampling, spec.stopping, spec.response
+    return GenerationSpec(
+        prompt=prompt_from_proto(spec),
+        adapter=spec.adapter,
+        preset=spec.preset,
+        knobs={f.name: value for f, value in sampling.ListFields() if f.name not in _NOT_KNOBS},
+        seed=_optional(sampling, "seed", None),
+        stages=tuple(_stage_from_proto(index, stage) for index, stage in enumerate(sampling.stages)),
+        order=tuple(sampling.order),
+        use_model_defaults=_optional(sampling, "use_model_defaults", True),
+        max_tokens=_optional(stopping, "max_tokens", None),
+        min_tokens=stopping.min_tokens,
+        stop=tuple(stopping.stop),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        logprobs=_logprobs_from_proto(response.logprobs),
+        num_top_logprobs=response.num_top_logprobs,
+        prompt_logprobs=response.prompt_logprobs,
+        echo=response.echo,
+        include_stop=response.include_stop,
+        special_tokens=response.special_tokens,
+        n=_optional(spec, "n", 1),
+    )
+
+
+@contextmanager
+def proto_paths(request: pb.GenerationSpec | pb.ScoreRequest) -> Iterator[None]:
+    """Let errors name the fields of the message: `top_p` is `sampling.top_p` there, `prompt[3]` is `token_ids[3]`."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        kind = request.WhichOneof("prompt") or "prompt"
+        violations = [Violation(_proto_path(v.field, kind), v.message) for v in error.violations]
+        raise InvalidRequestError(violations) from error
+
+
+def _proto_path(field: str, prompt_kind: str) -> str:
+    end = min((field.find(mark) for mark in "[." if mark in field), default=len(field))
+    name, rest = field[:end], field[end:]
+    return (prompt_kind if name == "prompt" else _PATHS.get(name, name)) + rest
+
+
+def _optional(message: Any, field: str, default: Any) -> Any:
+    return getattr(message, field) if message.HasField(field) else default
+
+
+def _logprobs_from_proto(mode: pb.LogprobsMode) -> LogprobsMode:
+    if mode not in _LOGPROBS:
+        known = ", ".join(pb.LogprobsMode.keys())
+        raise InvalidRequestError.of("logprobs", f"must be one of {known}, got {mode}")
+    return _LOGPROBS[mode]
+
+
+def prompt_from_proto(message: pb.GenerationSpec | pb.ScoreRequest) -> Prompt:
+    """Return the prompt of a message in whichever form it came."""
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequestError.of("prompt", "must be set: a text, token ids or messages")
+    if kind == "token_ids":
+        return list(message.token_ids.ids)
+    return message.text if kind == "text" else _messages_from_proto(message.messages)
+
+
+def input_from_proto(message: pb.TokenizeRequest) -> str | list[Message]:
+    """Return what a message asks to tokenise."""
+    kind = message.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequestError.of("input", "must be set: a text or messages")
+    return message.text if kind == "text" else _messages_from_proto(message.messages)
+
+
+def _messages_from_proto(messages: pb.Messages) -> list[Message]:
+    if not messages.messages:
+        raise InvalidRequestError.of("messages", "must have at least one message")
+    return [{"role": message.role, "content": message.content} for message in messages.messages]
+
+
+def _stage_from_proto(index: int, stage: pb.Stage) -> StageSpec:
+    field = f"stages[{index}]"
+    parameters = {
+        name: value_from_proto(value, f"{field}.parameters.{name}") for name, value in stage.parameters.items()
+    }
+    return StageSpec(stage.name, parameters)
+
+
+def value_from_proto(value: value_pb2.Value, field: str, depth: int = 0) -> object:
+    """Return a typed value as bool, int, float, str, list or dict; `field` names it in an error."""
+    if depth > _MAX_VALUE_DEPTH:
+        raise InvalidRequestError.of(field, f"must be nested at most {_MAX_VALUE_DEPTH} deep")
+    kind = value.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError.of(field, "has no value")
+    if kind == "list_value":
+        return [value_from_proto(v, f"{field}[{i}]", depth + 1) for i, v in enumerate(value.list_value.values)]
+    if kind == "map_value":
+        items = value.map_value.values.items()
+        return {name: value_from_proto(v, f"{field}.{name}", depth + 1) for name, v in items}
+    return getattr(value, kind)
+
+
+def value_to_proto(value: object) -> value_pb2.Value:
+    """Return a typed value message; None and foreign types become their text."""
+    if isinstance(value, bool):
+        return value_pb2.Value(bool_value=value)
+    if isinstance(value, int):
+        return value_pb2.Value(int_value=value)
+    if isinstance(value, float):
+        return value_pb2.Value(double_value=value)
+    if isinstance(value, Mapping):
+        items = {str(name): value_to_proto(v) for name, v in value.items()}
+        return value_pb2.Value(map_value=value_pb2.ValueMap(values=items))
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return value_pb2.Value(list_value=value_pb2.ValueList(values=[value_to_proto(v) for v in value]))
+    return value_pb2.Value(string_value=str(value))
+
+
+def values_to_proto(values: Mapping[str, object]) -> dict[str, value_pb2.Value]:
+    """Return named values as messages; those that are None are left out."""
+    return {name: value_to_proto(value) for name, value in values.items() if value is not None}
+
+
+def prompt_info_to_proto(info: PromptInfo, tokenizer: Tokenizer, *, token_ids: bool) -> pb.PromptInfo:
+    """Return the first message of a stream."""
+    return pb.PromptInfo(
+        request_id=info.request_id,
+        model=info.model,
+        weight_version=info.weight_version,
+        num_prompt_tokens=len(info.prompt_ids),
+        max_tokens=info.max_tokens,
+        seed=info.seed,
+        knobs=values_to_proto(info.knobs),
+        chain=[pb.Stage(name=s.name, parameters=values_to_proto(s.parameters)) for s in info.chain],
+        prompt_token_ids=info.prompt_ids if token_ids else (),
+        prompt_logprobs=logprobs_to_proto(info.prompt_logprobs, tokenizer),
+    )
+
+
+def logprobs_to_proto(logprobs: Iterable[TokenLogprob], tokenizer: Tokenizer) -> list[pb.TokenLogprob]:
+    """Return log-probabilities with the bytes of their tokens."""
+    return [
+        pb.TokenLogprob(
+            token_id=item.token_id,
+            token=tokenizer.token_bytes(item.token_id),
+            logprob=item.logprob,
+            rank=item.rank,
+            top=[pb.TopLogprob(token_id=i, token=tokenizer.token_bytes(i), logprob=p) for i, p in item.top],
+        )
+        for item in logprobs
+    ]
+
+
+def delta_to_proto(delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> pb.Delta:
+    """Return new text and tokens of a choice."""
+    return pb.Delta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids if token_ids else (),
+        logprobs=logprobs_to_proto(delta.logprobs, tokenizer),
+    )
+
+
+def finish_info_to_proto(info: FinishInfo) -> pb.FinishInfo:
+    """Return the end of a choice."""
+    message = pb.FinishInfo(
+        index=info.index,
+        reason=_REASONS[info.reason],
+        usage=pb.Usage(
+            num_prompt_tokens=info.num_prompt_tokens,
+            num_generated_tokens=info.num_generated_tokens,
+            num_cached_tokens=info.num_cached_tokens,
+        ),
+        timings=pb.Timings(
+            queue=duration_to_proto(info.timings.queue_s),
+            prefill=duration_to_proto(info.timings.prefill_s),
+            decode=duration_to_proto(info.timings.decode_s),
+        ),
+        weight_version=info.weight_version,
+    )
+    if isinstance(info.matched, str):
+        message.stop_string = info.matched
+    elif info.matched is not None and info.reason is FinishReason.EOS:
+        message.eos_token_id = info.matched
+    elif info.matched is not None:
+        message.stop_token_id = info.matched
+    return message
+
+
+def choice_to_proto(choice: Choice, tokenizer: Tokenizer, *, token_ids: bool) -> pb.Choice:
+    """Return a finished choice."""
+    return pb.Choice(
+        index=choice.index,
+        text=choice.text,
+        token_ids=choice.token_ids if token_ids else (),
+        logprobs=logprobs_to_proto(choice.logprobs, tokenizer),
+        finish_info=finish_info_to_proto(choice.finish),
+    )
+
+
+def duration_to_proto(seconds: float) -> Duration:
+    """Return a duration in seconds as a message."""
+    duration = Duration()
+    duration.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return duration
+
+
+def model_to_proto(model: LanguageModel) -> model_pb2.Model:
+    """Return the description of a served model."""
+    return model_pb2.Model(
+        name=model.name,
+        model_type=model.config.model_type,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        num_parameters=model.num_parameters,
+        dtype=str(model.decoder.dtype),
+        backend=model.decoder.backend.name,
+        numerics=model.decoder.numerics,
+        weight_version=model.weight_version,
+        bos_token_id=model.tokenizer.bos_token_id,
+        eos_token_ids=sorted(model.eos_ids),
+        has_chat_template=model.tokenizer.chat_template is not None,
+        default_knobs=values_to_proto(model.default_knobs),
+    )

@@ -1,0 +1,74 @@
+"""What every server does before it opens: find its models, load its plugins and its models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from treadle_server.checkpoints.store import ModelStore
+from treadle_server.config import ServerConfig
+from treadle_server.errors import ConfigError
+from treadle_server.language_model import LanguageModel
+from treadle_server.plugins import PluginManager
+from treadle_server.service.app import InferenceServer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model to serve: the name that requests use, and its folder."""
+
+    name: str
+    folder: Path
+
+
+def find_models(texts: Iterable[str]) -> list[ModelSource]:
+    """Return the models for texts such as `smollm2-135m-instruct`, `path/to/folder` and `name=path/to/folder`.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ConfigError: two models would have the same name, or one has none.
+    """
+    store = ModelStore()
+    sources: dict[str, ModelSource] = {}
+    for text in texts:
+        source = _find(text, store)
+        if source.name in sources:
+            raise ConfigError(f"two models would be called {source.name!r}; write NAME={text} to give one another name")
+        sources[source.name] = source
+    return list(sources.values())
+
+
+def _find(text: str, store: ModelStore) -> ModelSource:
+    name, equals, source = text.partition("=")
+    if not equals or Path(text).exists():  # a folder's name may hold an equals sign
+        folder = store.resolve(text)
+        return ModelSource(name=folder.resolve().name.lower(), folder=folder)
+    if not name:
+        raise ConfigError(f"the name before '=' must not be empty, got {text!r}")
+    return ModelSource(name=name, folder=store.resolve(source))
+
+
+def load_plugins(config: ServerConfig) -> PluginManager:
+    """Load the plugins that the settings name; each one that fails is logged.
+
+    Raises:
+        PluginError: see PluginManager.load.
+    """
+    plugins = PluginManager.load(config.plugin_dirs, blocked=config.no_plugins, strict=config.strict_plugins)
+    for plugin in plugins.plugins:
+        if plugin.status == "failed":
+            _LOG.warning("plugin %s is not active: %s", plugin.name, plugin.reason)
+    return plugins
+
+
+def load_models(server: InferenceServer, sources: Sequence[ModelSource]) -> list[LanguageModel]:
+    """Load models one after the other; they are not served yet. May run in any thread."""
+    models = []
+    for source in sources:
+        _LOG.info("loading %s from %s", source.name, source.folder)
+        models.append(server.load_model(str(source.folder), source.name))
+    return models
