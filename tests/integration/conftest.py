@@ -14,6 +14,8 @@ from treadle_server.config import ServerConfig
 from treadle_server.service.embedded import embedded_server
 
 BAD_PLUGIN = '''
+import time
+
 import numpy as np
 from treadle_plugin_api import Stage, hookimpl
 
@@ -29,6 +31,9 @@ class Faulty(Stage):
     def apply(self, logits, context, state=None):
         if self.how == "raise":
             raise RuntimeError("boom")
+        if self.how == "sleep":
+            time.sleep(0.02)
+            return logits
         if self.how == "nan":
             return np.full_like(logits, np.nan)
         if self.how == "shape":

@@ -199,19 +199,21 @@ def test_broken_plugin_is_listed_with_its_reason(client: Client) -> None:
     assert plugins["faulty"].status == "active"
 
 
-def test_full_queue_is_resource_exhausted_with_a_time_to_retry(tiny_folder: Path) -> None:
-    """Beyond the queue's limit the answer comes at once and carries RetryInfo."""
-    config = ServerConfig(port=0, max_running=1, max_queued_requests=1, grace_s=0)
+def test_full_queue_is_resource_exhausted_with_a_time_to_retry(tiny_folder: Path, plugin_dir: Path) -> None:
+    """Beyond the queue's limit the answer comes at once and carries RetryInfo; what was accepted finishes."""
+    config = ServerConfig(port=0, max_running=1, max_queued_requests=1, plugin_dirs=(plugin_dir,), grace_s=0)
+    slow = {"stages": [("faulty", {"how": "sleep"})], "ignore_eos": True}
     with embedded_server([f"tiny={tiny_folder}"], config) as target, Client(target, retries=0) as client:
-        streams = [client.stream([5, 6], ignore_eos=True) for _ in range(2)]
-        next(iter(streams[0]))
+        running = client.stream([5, 6], max_tokens=60, **slow)
+        next(iter(running))
+        waiting = client.stream([5, 6], max_tokens=2, **slow)
         while client.get_load()[0].num_waiting_requests == 0:
             time.sleep(0.001)
         with pytest.raises(QueueFullError) as caught:
-            client.generate([5, 6], ignore_eos=True, max_tokens=1)
+            client.generate([5, 6], max_tokens=1)
         assert caught.value.retry_after_s > 0
-        for stream in streams:
-            stream.close()
+        for stream in (running, waiting):
+            assert list(stream)[-1].finish.reason == "max_tokens"
 
 
 def test_template_that_raises_is_an_invalid_argument(tiny_folder: Path, tmp_path: Path) -> None:

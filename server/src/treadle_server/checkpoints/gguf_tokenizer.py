@@ -102,7 +102,7 @@ def _special_id(file: GgufFile, kind: str, num_tokens: int) -> int | None:
 
 def _build_tokenizer(file: GgufFile, tokens: Sequence[str], ids: SpecialIds) -> Tokenizer:
     pre = file.get("tokenizer.ggml.pre", str)
-    cut = _CUTS.get(pre)
+    cut = None if pre is None else _CUTS.get(pre)
     if cut is None:
         raise UnsupportedModelError(
             f"{file.path}: tokenizer.ggml.pre = {pre!r} is not supported; supported are {', '.join(sorted(_CUTS))}"

@@ -1,0 +1,67 @@
+"""`treadle models`: lists the models on this machine, or those that a server serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from treadle_server.cli.failure import client_failures
+from treadle_server.cli.options import Json, Target
+from treadle_server.cli.output import format_bytes, write_json, write_table
+
+
+def models(target: Target = None, as_json: Json = False) -> None:
+    """List the models on this machine, pulled and bundled; with --target those of that server."""
+    if target is not None:
+        _write_served(target, as_json=as_json)
+        return
+    found = list(_local_models())
+    if as_json:
+        write_json(found)
+    else:
+        rows = [[m["name"], format_bytes(m["num_bytes"]), m["licence"], m["source"]] for m in found]
+        write_table(["name", "size", "licence", "source"], rows)
+
+
+def _local_models() -> Iterator[dict[str, Any]]:
+    from treadle_server.checkpoints.store import ModelStore
+
+    store = ModelStore()
+    stored = {model.name: model for model in store.list()}
+    for name in store.names():
+        model = stored.get(name)
+        if model is None:
+            yield _bundled_model(name, store.resolve(name))
+        else:
+            yield {
+                "name": name,
+                "folder": str(model.folder),
+                "source": model.source,
+                "licence": model.licence,
+                "num_bytes": model.num_bytes,
+            }
+
+
+def _bundled_model(name: str, folder: Path) -> dict[str, Any]:
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return {
+        "name": name,
+        "folder": str(folder),
+        "source": "bundled",
+        "licence": manifest["licence"],
+        "num_bytes": manifest["num_bytes"],
+    }
+
+
+def _write_served(target: str, *, as_json: bool) -> None:
+    from treadle_client import Client
+
+    with client_failures(target), Client(target) as client:
+        served = client.list_models()
+    if as_json:
+        write_json(served)
+    else:
+        rows = [[m.name, m.model_type, f"{m.num_parameters:,}", str(m.context_length), m.dtype] for m in served]
+        write_table(["name", "type", "parameters", "context", "dtype"], rows)

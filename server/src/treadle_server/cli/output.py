@@ -1,0 +1,58 @@
+"""What commands write: text as it comes, JSON, and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def write(text: str) -> None:
+    """Write text to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(value: object) -> None:
+    """Write a value to stdout as one line of JSON; see `plain`."""
+    write(json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses as objects by field, bytes as text (what is no UTF-8 becomes U+FFFD), the rest as it is."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
+def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table to stdout: a rich one on a terminal, lines of tab-separated cells elsewhere."""
+    if not sys.stdout.isatty():
+        write("".join("\t".join(row) + "\n" for row in rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    Console().print(table)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size for people, in decimal units as disks are sold: 270.6 MB."""
+    size = float(num_bytes)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

@@ -1,0 +1,78 @@
+"""`treadle models`, `plugins`, `pull`, `--version` and `--help`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]  # the fixture `treadle`
+
+
+def test_a_pulled_model_is_listed_and_found_by_name(
+    treadle: Run, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`treadle pull` stores a folder; `models` lists it and `generate` finds it."""
+    monkeypatch.setenv("TREADLE_HOME", str(tmp_path))
+    pulled = json.loads(treadle("pull", tiny_folder, "--name", "pulled", "--json").stdout)
+    listed = json.loads(treadle("models", "--json").stdout)
+    assert pulled in listed
+    assert Path(pulled["folder"]).is_dir()
+    assert "pulled\t" in treadle("models").stdout
+    done = treadle("generate", "the", "--model", "pulled", "--max-tokens", "2", "--json")
+    assert json.loads(done.stdout)["prompt_info"]["model"] == "pulled"
+
+
+def test_a_server_lists_its_models(treadle: Run, target: str) -> None:
+    """`models --target` lists what that server serves."""
+    (model,) = json.loads(treadle("models", "--target", target, "--json").stdout)
+    assert (model["name"], model["context_length"], model["has_chat_template"]) == ("tiny", 128, True)
+
+
+def test_an_unknown_source_is_named(treadle: Run) -> None:
+    """`pull` exits with 1 and lists the kinds of sources."""
+    done = treadle("pull", "nowhere", status=1)
+    assert "nowhere" in done.stderr
+    assert "pypi:" in done.stderr
+
+
+def test_plugins_lists_stages_and_reasons(treadle: Run, plugin_dir: Path, tmp_path: Path) -> None:
+    """Active plugins come with their stages, failed ones with the reason, blocked ones as such."""
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no luck')")
+    options = ("--plugin-dir", plugin_dir, "--plugin-dir", tmp_path)
+    listed = json.loads(treadle("plugins", *options, "--json").stdout)
+    found = {plugin["name"]: plugin for plugin in listed}
+    assert found["samplers"]["version"] == metadata.version("treadle-samplers")
+    assert "top_k" in found["samplers"]["stages"]
+    assert (found["slow"]["status"], found["slow"]["stages"]) == ("active", ["slow"])
+    assert found["broken"]["status"] == "failed"
+    assert "no luck" in found["broken"]["reason"]
+    assert "slow\t" in treadle("plugins", *options, "--no-plugin", "slow").stdout
+
+
+def test_a_server_lists_its_plugins(treadle: Run, target: str) -> None:
+    """`plugins --target` lists what that server has, in the same form."""
+    listed = json.loads(treadle("plugins", "--target", target, "--json").stdout)
+    assert [(plugin["name"], plugin["status"]) for plugin in listed] == [("samplers", "active"), ("slow", "active")]
+    assert "--target" in treadle("plugins", "--target", target, "--plugin-dir", ".", status=2).stderr
+
+
+def test_the_version_is_told(treadle: Run) -> None:
+    """`--version` writes the server's version."""
+    assert treadle("--version").stdout == f"treadle {metadata.version('treadle-server')}\n"
+
+
+def test_help_does_not_wait_for_heavy_modules() -> None:
+    """Making the command line imports neither NumPy nor gRPC nor pydantic."""
+    code = (
+        "import sys, treadle_server.cli.app as app; app.make_app();"
+        "print({'numpy', 'grpc', 'pydantic', 'tokenizers', 'gguf', 'treadle_client'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
