@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 from treadle_plugin_api.backend import Batch
 from treadle_server.checkpoints.loading import load_checkpoint
 from treadle_server.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
-from treadle_server.checkpoints.saving import save_checkpoint
+from treadle_server.checkpoints.saving import save_checkpoint, to_file_tensor
 from treadle_server.errors import CheckpointError
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.families.treadle_classic import TREADLE_CLASSIC
 from treadle_server.model.params import Params, random_arrays
 
-MODELS = ("gpt2", "gpt2_hub_layout", "llama_bias_headdim", "llama_mqa_bf16", "llama_sharded", "llama_tied_gqa")
+MODELS = sorted(path.name for path in (Path(__file__).parents[1] / "golden" / "models").iterdir())
 
 
 def file_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -68,7 +68,8 @@ def test_saving_over_the_loaded_folder_is_safe(golden, tmp_path):
     assert file_tensors(folder) == before
 
 
-def test_saved_models_have_the_same_logits(golden, tmp_path):
+@pytest.mark.parametrize("name", ["gpt2", "falcon_new", "bloom", "cohere_qk_norm", "stablelm_qk_norm", "mixtral"])
+def test_saved_models_have_the_same_logits(golden, tmp_path, name):
     """Load, save, load: the very same numbers, even for matrices that the file stores transposed and joined."""
 
     def logits(folder: Path) -> np.ndarray:
@@ -76,9 +77,9 @@ def test_saved_models_have_the_same_logits(golden, tmp_path):
             decoder = Decoder(checkpoint.config, checkpoint.params)
         return decoder.head(decoder.forward(Batch.of([[5, 6, 7]])))
 
-    with load_checkpoint(golden / "models" / "gpt2") as checkpoint:
+    with load_checkpoint(golden / "models" / name) as checkpoint:
         save_checkpoint(tmp_path, checkpoint)
-    np.testing.assert_array_equal(logits(tmp_path), logits(golden / "models" / "gpt2"))
+    np.testing.assert_array_equal(logits(tmp_path), logits(golden / "models" / name))
 
 
 def test_other_parameters_can_be_saved_in_another_format(golden, tmp_path):
@@ -102,6 +103,29 @@ def test_incomplete_parameters_are_refused(golden, tmp_path):
         with pytest.raises(CheckpointError, match=r"'positions.weight' is missing or unknown"):
             save_checkpoint(tmp_path / "saved", checkpoint, Params.from_arrays(arrays))
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_stored_in_one_tensor_load_and_save_the_same(golden, tmp_path, name):
+    """The layout that transformers 5 has in memory, experts stacked, is read too, and kept when saving."""
+    with load_checkpoint(golden / "models" / name) as checkpoint:
+        fused = checkpoint.family.other_tables[0](checkpoint.config)
+        tensors = {
+            entry.file_name: to_file_tensor(entry, checkpoint.params)
+            for entry in fused
+            if entry.params[0] in checkpoint.params
+        }
+        expected = {key: weight.view().copy() for key, weight in checkpoint.params.items()}
+    (tmp_path / "a").mkdir()
+    shutil.copyfile(golden / "models" / name / "config.json", tmp_path / "a" / "config.json")
+    write_safetensors(tmp_path / "a" / "model.safetensors", tensors)
+    with load_checkpoint(tmp_path / "a") as checkpoint:
+        assert checkpoint.params.keys() == expected.keys()
+        for key, weight in checkpoint.params.items():
+            np.testing.assert_array_equal(weight.view(), expected[key])
+        save_checkpoint(tmp_path / "b", checkpoint)
+    assert any(len(shape) == 3 for _, shape, _ in file_tensors(tmp_path / "b").values())
+    assert file_tensors(tmp_path / "b") == file_tensors(tmp_path / "a")
 
 
 @pytest.mark.parametrize("tied", [False, True])

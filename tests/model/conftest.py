@@ -23,6 +23,13 @@ from treadle_server.model.params import Params, random_arrays
 LoadDecoder = Callable[..., Decoder]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `any_model` with the name of every reference model."""
+    if "any_model" in metafunc.fixturenames:
+        golden = Path(__file__).parents[1] / "golden"
+        metafunc.parametrize("any_model", sorted(path.stem for path in (golden / "parity").glob("*.npz")))
+
+
 @pytest.fixture(scope="session")
 def load_decoder(golden: Path) -> LoadDecoder:
     """Loads a reference model by name; keyword arguments are the decoder's."""

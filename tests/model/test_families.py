@@ -1,6 +1,9 @@
-"""config.json to DecoderConfig: defaults, both rotary spellings, refusals by name; treadle_classic's arithmetic."""
+"""config.json to DecoderConfig: defaults, rotary spellings, refusals; tables of names; treadle_classic's formulas."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from treadle_server.model.families import gpt2, llama, treadle_classic
 from treadle_server.model.families.registry import FamilyRegistry
 from treadle_server.model.params import Params, param_shapes, random_arrays
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMA = {
     "vocab_size": 30,
     "hidden_size": 16,
@@ -68,11 +72,25 @@ def test_rotary_spellings(settings, expected):
     assert llama.config_from_hf(LLAMA | settings).positions.rotary == expected
 
 
+@pytest.mark.parametrize(("kind", "context_length"), [("dynamic", 128), ("yarn", 128), ("linear", 32), ("llama3", 32)])
+def test_the_context_of_a_stretched_model(kind, context_length):
+    """Files with dynamic or yarn scaling give the context before stretching, the others that after it."""
+    scaling = {"rope_type": kind, **LLAMA3, "factor": 4.0} if kind == "llama3" else {"rope_type": kind, "factor": 4.0}
+    settings = {"max_position_embeddings": 32, "rope_scaling": scaling}
+    assert llama.config_from_hf(LLAMA | settings).context_length == context_length
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'"),
         ({"rope_scaling": {"type": "su", "factor": 2}}, "type 'su'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "type 'mrope'"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, r"mrope_section \[1\]"),
+        ({"layer_types": ["sliding_attention"]}, r"layer_types \['sliding_attention'\]"),
+        ({"num_local_experts": 8}, "num_local_experts 8"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, "beta_fast 32"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"sliding_window": 4096}, "sliding_window 4096"),
@@ -93,7 +111,7 @@ def test_arithmetic_that_llama_lacks_is_refused_by_name(settings, message):
         ({"hidden_size": "16"}, "hidden_size must be an integer, but is '16'"),
         ({"hidden_size": True}, "hidden_size must be an integer, but is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be between 1 and 2147483647, but is 0"),
-        ({"num_hidden_layers": 10**9}, "num_layers must be 10000 or less"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be between 1 and 10000"),
         ({"vocab_size": 10**400}, "vocab_size must be between 1 and"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be finite"),
         ({"num_attention_heads": 32}, "head_dim must be between 1 and 2147483647, but is 0"),
@@ -117,10 +135,9 @@ def test_values_out_of_range_are_refused_by_name(settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"activation_function": "gelu"}, "activation_function 'gelu'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"activation_function": "xielu"}, "activation_function 'xielu'"),
         ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"n_head": 5}, "n_embd must be a multiple of n_head"),
+        ({"n_head": 5}, r"n_embd must be a multiple of the number of heads \(5\), but is 16"),
     ],
 )
 def test_gpt2_refusals(settings, message):
@@ -130,21 +147,90 @@ def test_gpt2_refusals(settings, message):
 
 
 def test_gpt2_settings_are_read():
-    """An own inner width, unscaled attention, and the older name of the context length."""
+    """An own inner width, attention scaled by the layer alone, and the older name of the context length."""
     settings = {"n_positions": None, "n_ctx": 9, "n_inner": 24, "scale_attn_weights": False}
-    config = gpt2.config_from_hf(GPT2 | settings)
+    config = gpt2.config_from_hf(GPT2 | settings | {"scale_attn_by_inverse_layer_idx": True})
     assert (config.context_length, config.mlp.hidden_dim, config.attention.scale) == (9, 24, 1.0)
+    assert config.attention.scale_of(3) == 1 / 4
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "layer_types 'chunked_attention'"),
+        ("phi3", {"rope_scaling": {"type": "llama3"}}, "type 'llama3'"),
+        ("falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn False"),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ("starcoder2", {"norm_type": "rms"}, "norm_type 'rms'"),
+    ],
+)
+def test_other_families_refuse_by_name(golden, family, settings, message):
+    """Each family names the setting whose arithmetic it does not have."""
+    values = golden_config(golden, family) | {"rope_parameters": None} | settings
+    with pytest.raises(UnsupportedSettingError, match=message):
+        FamilyRegistry().find(family).config_from_hf(values)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name 2 layers, but names 1"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have"),
+        ("gpt_neo", {"attention_types": [["global"]]}, "attention_types must be a list"),
+        ("gpt_neo", {"attention_types": [[["global", "odd"], 1]]}, "attention_types must name global or local"),
+        ("mixtral", {"num_local_experts": 10**9}, "num_experts must be so few that all layers have 1000000 or less"),
+        ("cohere_qk_norm", {"num_attention_heads": 2**24}, "head_dim"),
+        ("mixtral", {"num_experts_per_tok": 9}, r"top_k experts must be 1 to 4, but is 9"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must not be 0"),
+        ("opt", {"num_attention_heads": 5}, "hidden_size must be a multiple of the number of heads"),
+        ("phi3_longrope", {"rope_parameters": {"rope_type": "longrope", "short_factor": 1}}, "short_factor must be"),
+        (
+            "phi3_longrope",
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": ["x"]}},
+            r"rope_parameters.long_factor\[0\] must be a number, but is 'x'",
+        ),
+    ],
+)
+def test_other_families_name_values_out_of_range(golden, family, settings, message):
+    """A wrong value raises ValueError naming the key and what it must be."""
+    values = golden_config(golden, family) | settings
+    with pytest.raises(ValueError, match=message):
+        FamilyRegistry().find(values["model_type"]).config_from_hf(values)
+
+
+def golden_config(golden: Path, name: str) -> dict[str, object]:
+    """Return config.json of a reference model; `gemma3_text` is in the folder gemma3, `falcon` in falcon_7b."""
+    folder = {"gemma3_text": "gemma3", "falcon": "falcon_7b", "mistral": "mistral_sw8"}.get(name, name)
+    return json.loads((golden / "models" / folder / "config.json").read_text())
+
+
+def test_there_is_a_reference_model_of_every_family(golden):
+    """No built-in family but our own goes without a fixture."""
+    types = {json.loads(path.read_text())["model_type"] for path in golden.glob("models/*/config.json")}
+    assert {*FamilyRegistry()} - types <= {"treadle_classic"}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (GOLDEN / "models").iterdir()))
+def test_tables_name_every_parameter_once(golden, name):
+    """Each of a family's tables covers the canonical parameters exactly, the head included; no file name repeats."""
+    values = golden_config(golden, name)
+    family = FamilyRegistry().find(values["model_type"])
+    config = family.config_from_hf(values)
+    for table in (family.tensor_table(config), *(other(config) for other in family.other_tables)):
+        named = [param for entry in table for param in entry.params]
+        assert sorted(named) == sorted({*param_shapes(config), "head.weight"})
+        assert len({entry.file_name for entry in table}) == len(table)
 
 
 @pytest.mark.parametrize(
     ("family", "values"), [(llama.LLAMA, LLAMA), (gpt2.GPT2, GPT2), (treadle_classic.TREADLE_CLASSIC, CLASSIC)]
 )
-def test_tables_name_every_parameter_once(family, values):
-    """A family's table covers the canonical parameters exactly, the head included."""
+def test_tables_of_small_configs_name_every_parameter_once(family, values):
+    """The same for the configs of this file, with defaults left out."""
     config = family.config_from_hf(values)
     named = [param for entry in family.tensor_table(config) for param in entry.params]
-    assert sorted({*named}) == sorted({*param_shapes(config), "head.weight"})
-    assert len(named) == len({*named})
+    assert sorted(named) == sorted({*param_shapes(config), "head.weight"})
 
 
 def test_a_registered_name_is_never_replaced():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from treadle_plugin_api.backend import Batch
-from treadle_server.model.kv_cache import KVCache
+from treadle_server.model.kv_cache import BLOCK_TOKENS, KVCache
 
 
 def test_bytes_are_those_of_keys_and_values_in_whole_blocks(odd_config):
@@ -65,3 +65,14 @@ def test_lengths_that_do_not_fit_are_refused(odd_config):
         cache.truncate(1)
     with pytest.raises(ValueError, match="advance by 65: 0 of 64"):
         cache.advance(65)
+
+
+def test_growth_stops_at_the_tokens_that_will_ever_be_stored(odd_config):
+    """Doubling never goes past `max_tokens`, so that a sequence holds no more than it was admitted with."""
+    cache = KVCache(odd_config, max_tokens=3 * BLOCK_TOKENS)
+    for _ in range(3):
+        cache.make_room(BLOCK_TOKENS)
+        cache.advance(BLOCK_TOKENS)
+    assert cache.num_bytes == KVCache.bytes_for(odd_config, np.float32, 3 * BLOCK_TOKENS)
+    assert cache.fork().max_tokens == 3 * BLOCK_TOKENS
+    assert KVCache.tokens_in(odd_config, np.float32, cache.num_bytes) == 3 * BLOCK_TOKENS

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from treadle_plugin_api.decoder_config import RotaryConfig
 from treadle_server.model import ops
 
 finite = st.floats(-30, 30, width=32)
@@ -77,49 +76,6 @@ def test_softmax_by_hand():
     assert result[0, 2] == 0
 
 
-def rotate(x: np.ndarray, positions: list[int], frequencies: np.ndarray) -> np.ndarray:
-    """Apply rotary_forward to x `[rows, head_dim]` as one head."""
-    cos, sin = ops.rotary_table(frequencies, np.array(positions), np.float64)
-    return ops.rotary_forward(x.reshape(len(x), 1, 2, -1), cos, sin).reshape(x.shape)
-
-
-def test_rotary_pairs_halves():
-    """At a quarter turn (a, b, c, d) becomes (-c, -d, a, b): entry i is paired with i + half."""
-    quarter = np.full(2, math.pi / 2)
-    result = rotate(np.array([[1.0, 2.0, 3.0, 4.0]]), [1], quarter)
-    np.testing.assert_allclose(result, [[-3.0, -4.0, 1.0, 2.0]], atol=1e-12)
-
-
-@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
-def test_rotary_scores_depend_on_distance_only(first, second, shift):
-    """Norms are kept, and the product of a query and a key is the same when both move."""
-    rng = np.random.default_rng(first)
-    q, k = rng.standard_normal((2, 1, 8))
-    frequencies = ops.rotary_frequencies(RotaryConfig(), 8)
-    np.testing.assert_allclose(np.linalg.norm(rotate(q, [first], frequencies)), np.linalg.norm(q))
-    near = rotate(q, [first], frequencies) @ rotate(k, [second], frequencies).T
-    far = rotate(q, [first + shift], frequencies) @ rotate(k, [second + shift], frequencies).T
-    np.testing.assert_allclose(near, far, atol=1e-9)
-
-
-def test_rotary_frequencies_by_hand():
-    """The frequencies of 4 dimensions with theta 100 are 1 and 1/10."""
-    np.testing.assert_allclose(ops.rotary_frequencies(RotaryConfig(theta=100.0), 4), [1, 0.1])
-
-
-def test_llama3_frequencies_by_hand():
-    """Fast pairs are kept, slow ones divided by the factor, and half-way ones get half of each."""
-    rotary = RotaryConfig(
-        kind="llama3", theta=1.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=3.0, original_context_length=100
-    )
-
-    def frequency(turns: float) -> float:
-        base = turns * 2 * math.pi / 100
-        return float(ops._llama3_frequencies(rotary, np.array([base]))[0] / base)
-
-    assert [frequency(5.0), frequency(0.5), frequency(2.0)] == pytest.approx([1.0, 1 / 8, (1 + 1 / 8) / 2])
-
-
 def test_sinusoidal_positions_by_hand():
     """PE(3) in 4 dimensions is sin 3, cos 3, sin 0.03, cos 0.03; an odd width drops the last cosine."""
     expected = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
@@ -129,18 +85,21 @@ def test_sinusoidal_positions_by_hand():
 
 @given(arrays(np.float64, (1, 7), elements=st.floats(-1000, 1000)))
 def test_activations_follow_their_formulas(x):
-    """silu, tanh-gelu and relu agree with their definitions, far from 0 too, in place or not."""
+    """Every activation agrees with its definition, far from 0 too, in place or not."""
     formulas = {
+        ops.gelu_forward: lambda v: v * 0.5 * (1 + math.erf(v / math.sqrt(2))),
+        ops.gelu_quick_forward: lambda v: v / (1 + math.exp(-max(1.702 * v, -700))),
+        ops.relu_squared_forward: lambda v: max(v, 0.0) ** 2,
         ops.silu_forward: lambda v: v / (1 + math.exp(-max(v, -700))),
         ops.gelu_tanh_forward: lambda v: 0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))),
         ops.relu_forward: lambda v: max(v, 0.0),
     }
     for function, formula in formulas.items():
         expected = [[formula(v) for v in x[0].tolist()]]
-        np.testing.assert_allclose(function(x), expected, atol=1e-12)
+        np.testing.assert_allclose(function(x), expected, rtol=1e-12, atol=1e-12)
         copy = x.copy()
         assert function(copy, copy) is copy
-        np.testing.assert_allclose(copy, expected, atol=1e-12)
+        np.testing.assert_allclose(copy, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_activations_do_not_overflow_in_float32():
@@ -148,3 +107,16 @@ def test_activations_do_not_overflow_in_float32():
     x = np.array([[-3e38, -200.0, 200.0]], np.float32)
     np.testing.assert_allclose(ops.silu_forward(x), [[0, 0, 200]], atol=1e-3)
     np.testing.assert_allclose(ops.gelu_tanh_forward(x[:, 1:]), [[0, 200]], atol=1e-3)
+
+
+def test_erf_in_float32_is_within_its_bound():
+    """The fit stays within 4e-7 of the error function everywhere, and gives its limits far out."""
+    x = np.linspace(-6, 6, 20001, dtype=np.float32)
+    expected = [math.erf(v) for v in x.tolist()]
+    np.testing.assert_allclose(ops.erf_forward(x), expected, rtol=0, atol=4e-7)
+    np.testing.assert_allclose(ops.erf_forward(np.array([[-3e38, 3e38]], np.float32)), [[-1, 1]], atol=4e-7)
+
+
+def test_softcap_is_bounded_and_near_the_identity_around_zero():
+    """Small values pass, large ones approach the cap."""
+    np.testing.assert_allclose(ops.softcap_forward(np.array([0.01, 1e6, -1e6]), 5.0), [0.01, 5, -5], atol=1e-7)

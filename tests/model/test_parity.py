@@ -11,16 +11,8 @@ from treadle_plugin_api.backend import Batch
 from treadle_server.checkpoints.loading import load_checkpoint
 from treadle_server.model.decoder import Decoder
 
-MODELS = (
-    "gpt2",
-    "gpt2_hub_layout",
-    "llama_bias_headdim",
-    "llama_mqa_bf16",
-    "llama_plain",
-    "llama_rope_llama3",
-    "llama_sharded",
-    "llama_tied_gqa",
-)
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = tuple(sorted(path.stem for path in (GOLDEN / "parity").glob("*.npz")))
 OPTIONS = ({}, {"numerics": "reproducible"}, {"dtype": "float64"})
 
 
@@ -41,14 +33,41 @@ def test_logits_agree_with_the_reference(load_decoder, parity, name, length, opt
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_agree_with_the_reference(load_decoder, parity, name):
-    """24 tokens decoded one at a time through a cache are the reference's."""
+    """24 tokens decoded one at a time through a cache are those that the reference decodes through one."""
     decoder, expected = load_decoder(name), parity(name)
     cache, ids, chosen = decoder.new_cache(), expected["ids_5"], []
-    for _ in range(len(expected["greedy_ids"])):
-        hidden = decoder.forward(Batch.of([ids], [cache.length]), [cache])
+    for _ in range(len(expected["greedy_cached_ids"])):
+        hidden = decoder.forward(Batch.of([ids], [cache.length], [len(expected["ids_5"])]), [cache])
         chosen.append(int(decoder.head(hidden[-1:])[0].argmax()))
         ids = [chosen[-1]]
-    assert chosen == expected["greedy_ids"].tolist()
+    assert chosen == expected["greedy_cached_ids"].tolist()
+
+
+CROSSING = tuple(name for name in MODELS if "cached_ids" in np.load(GOLDEN / "parity" / f"{name}.npz"))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+@pytest.mark.parametrize(("prompt", "logits"), [(0, "cached_logits"), (1, "cached_logits_long_prompt")])
+@pytest.mark.parametrize("name", CROSSING)
+def test_angles_that_depend_on_the_length_agree_with_cached_decoding(load_decoder, parity, name, prompt, logits, chunk):
+    """Past the limit, prompts cut anywhere and then single tokens give what the reference's cached decoding gives."""
+    decoder, expected = load_decoder(name), parity(name)
+    ids, num_prompt = expected["cached_ids"], int(expected["cached_prompts"][prompt])
+    cache, rows = decoder.new_cache(), []
+    while cache.length < len(ids):
+        count = min(chunk, num_prompt - cache.length) if cache.length < num_prompt else 1
+        piece = ids[cache.length : cache.length + count]
+        rows.append(decoder.head(decoder.forward(Batch.of([piece], [cache.length], [num_prompt]), [cache])))
+    np.testing.assert_allclose(np.concatenate(rows), expected[logits], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CROSSING)
+def test_a_sequence_that_is_read_again_keeps_the_angles_of_each_token(load_decoder, parity, name):
+    """Prompt and answer fed at once, as after a preemption, equal prompt first and answer token by token."""
+    decoder, expected = load_decoder(name), parity(name)
+    num_prompt = int(expected["cached_prompts"][0])
+    hidden = decoder.forward(Batch.of([expected["cached_ids"]], [0], [num_prompt]))
+    np.testing.assert_allclose(decoder.head(hidden), expected["cached_logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -59,13 +78,3 @@ def test_both_config_spellings_describe_the_same_decoder(golden, tmp_path, name)
     shutil.copyfile(folder / "config.v4.json", folder / "config.json")
     with load_checkpoint(folder) as old, load_checkpoint(golden / "models" / name) as new:
         assert old.config == new.config
-
-
-def test_linear_rotary_scaling_divides_positions(golden: Path):
-    """With factor 2 the keys and queries at position 2p are those of position p without scaling."""
-    from treadle_plugin_api.decoder_config import RotaryConfig
-    from treadle_server.model.ops import rotary_frequencies
-
-    plain = rotary_frequencies(RotaryConfig(theta=100.0), 8)
-    scaled = rotary_frequencies(RotaryConfig(kind="linear", theta=100.0, factor=2.0), 8)
-    np.testing.assert_array_equal(scaled * 2, plain)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_plugin_api.backend import Batch
+from treadle_plugin_api.decoder_config import DecoderConfig, MoeConfig, NormConfig, PositionsConfig
+from treadle_server.model.decoder import Decoder
+from treadle_server.model.params import Params, random_arrays
 
 DTYPES = ["float32", "float64"]
 
@@ -17,7 +22,8 @@ def logits_in_chunks(decoder, ids, sizes):
     for size in [*sizes, len(ids)]:
         piece = ids[start : start + size]
         if len(piece):
-            rows.append(decoder.head(decoder.forward(Batch.of([piece], [start]), [cache])))
+            batch = Batch.of([piece], [start], [len(ids)])
+            rows.append(decoder.head(decoder.forward(batch, [cache])))
             start += len(piece)
     return np.concatenate(rows)
 
@@ -56,12 +62,73 @@ def test_batch_mates_change_no_bit(odd_decoder, dtype, data):
     assert decoder.head(hidden)[row].tobytes() == alone[0].tobytes()
 
 
-@pytest.mark.parametrize("name", ["llama_plain", "gpt2", "llama_mqa_bf16"])
-def test_single_token_steps_change_no_bit(load_decoder, parity, name):
-    """Decoding token by token gives the bits of prefill for heads that are not grouped, and for one key head."""
-    decoder, ids = load_decoder(name, numerics="reproducible"), parity(name)["ids_40"]
+def odd_variants(odd_config) -> dict[str, DecoderConfig]:
+    """The odd sizes with every feature that makes scores, norms or experts, in two decoders."""
+    attention, norm = odd_config.attention, odd_config.norm
+    moe = MoeConfig(num_experts=5, top_k=2, hidden_dim=77, shared_dim=51, shared_gate=True, layers=(True, False))
+    return {
+        "windows, caps, experts": replace(
+            odd_config,
+            norm=replace(norm, place="sandwich", unit_offset=True),
+            attention=replace(attention, windows=(20, None), softcap=5.0, qk_norm="head", clip_qkv=1.5),
+            mlp=replace(odd_config.mlp, activation="gelu"),
+            moe=moe,
+            logit_softcap=20.0,
+        ),
+        "alibi, layer norms, parallel": replace(
+            odd_config,
+            norm=NormConfig(kind="layer", eps=1e-5, bias=True),
+            positions=PositionsConfig(kind="alibi"),
+            attention=replace(attention, qk_norm="each_head", qkv_bias=True, inverse_layer_scale=True),
+            mlp=replace(odd_config.mlp, activation="relu_squared", gated=False, bias=True),
+            residual="parallel",
+            embedding_norm=True,
+            embedding_dim=31,
+        ),
+        "whole norms behind, quick gelu": replace(
+            odd_config,
+            norm=replace(norm, place="output"),
+            attention=replace(attention, qk_norm="whole"),
+            mlp=replace(odd_config.mlp, activation="gelu_quick"),
+            residual_scale=0.3,
+        ),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "variant", ["windows, caps, experts", "alibi, layer norms, parallel", "whole norms behind, quick gelu"]
+)
+def test_no_feature_lets_a_bit_change_at_sizes_that_fit_no_kernel(odd_config, variant, dtype):
+    """Any cut, and any batch mates, give the bits of one pass: vector units' leftovers and experts' rows included."""
+    config = odd_variants(odd_config)[variant]
+    params = Params.from_arrays(random_arrays(config, seed=3, scale=0.1))
+    decoder = Decoder(config, params, numerics="reproducible", dtype=dtype)
+    ids = np.random.default_rng(1).integers(0, 523, 150)
+    whole = decoder.head(decoder.forward(Batch.of([ids])))
+    for sizes in ([1] * 150, [7] * 30, [90, 1, 33]):
+        assert logits_in_chunks(decoder, ids, sizes).tobytes() == whole.tobytes()
+    beside = decoder.head(decoder.forward(Batch.of([ids[:5], ids, ids[40:100]])))
+    assert beside[5:155].tobytes() == whole.tobytes()
+
+
+@settings(max_examples=3, deadline=None)
+@given(sizes=st.lists(st.integers(1, 60), max_size=4))
+def test_chunking_changes_no_bit_in_any_family(load_decoder, any_model, sizes):
+    """A 100-token prompt cut anywhere, over several key blocks, gives the bits of one pass."""
+    decoder = load_decoder(any_model, numerics="reproducible")
+    ids = np.random.default_rng(1).integers(0, decoder.config.vocab_size, 100)
+    whole = decoder.head(decoder.forward(Batch.of([ids])))
+    assert logits_in_chunks(decoder, ids, sizes).tobytes() == whole.tobytes()
+
+
+def test_single_token_steps_and_batch_mates_change_no_bit_in_any_family(load_decoder, parity, any_model):
+    """Decoding token by token, and prefill beside two other sequences, give the bits of prefill alone."""
+    decoder, ids = load_decoder(any_model, numerics="reproducible"), parity(any_model)["ids_40"]
     whole = decoder.head(decoder.forward(Batch.of([ids])))
     assert logits_in_chunks(decoder, ids, [1] * 40).tobytes() == whole.tobytes()
+    beside = decoder.head(decoder.forward(Batch.of([ids[:3], ids, ids[5:30]])))
+    assert beside[3:43].tobytes() == whole.tobytes()
 
 
 def test_memory_past_the_end_of_a_cache_is_never_read(odd_decoder):

@@ -8,8 +8,10 @@ The conformance suite is `treadle_plugin_api.testing.check_stage`.
 from pydantic import Field, PrivateAttr
 
 from treadle_plugin_api.context import ModelInfo, SamplingContext
+from treadle_plugin_api.extras import MissingExtraError
 from treadle_plugin_api.hookspecs import hookimpl, hookspec
 from treadle_plugin_api.logits import MASS_SLACK, Logits, finite, keep, softmax64, top_ids
+from treadle_plugin_api.observers import RequestInfo, RequestResult
 from treadle_plugin_api.sampling import API_VERSION, Kind, Knob, Select, Stage
 
 __all__ = [
@@ -19,8 +21,11 @@ __all__ = [
     "Kind",
     "Knob",
     "Logits",
+    "MissingExtraError",
     "ModelInfo",
     "PrivateAttr",
+    "RequestInfo",
+    "RequestResult",
     "SamplingContext",
     "Select",
     "Stage",

@@ -83,20 +83,31 @@ class Batch:
         token_ids: `[tokens] int64`, the new tokens of sequence 0, then of sequence 1, and so on.
         starts: `[sequences + 1] int64`; sequence i owns token_ids[starts[i]:starts[i + 1]].
         prefix_lengths: `[sequences] int64`, tokens of each sequence that are in its cache already.
+        prompt_lengths: `[sequences] int64`, tokens of each sequence that were there from the start, in this batch or
+            in others: where angles depend on the length, all of them take those of the whole prompt, and each later
+            token those of the length it reached. None: whatever a sequence has after this batch is its prompt.
     """
 
     token_ids: NDArray[np.int64]
     starts: NDArray[np.int64]
     prefix_lengths: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64] | None = None
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int] | NDArray[np.int64]], prefix_lengths: Sequence[int] = ()) -> Batch:
+    def of(
+        cls,
+        sequences: Sequence[Sequence[int] | NDArray[np.int64]],
+        prefix_lengths: Sequence[int] = (),
+        prompt_lengths: Sequence[int] | None = None,
+    ) -> Batch:
         """Make a batch from each sequence's new ids; without prefix lengths all sequences start at position 0."""
         lengths = [len(ids) for ids in sequences]
         token_ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(ids, np.int64) for ids in sequences)])
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         prefixes = np.asarray(prefix_lengths or [0] * len(sequences), np.int64)
-        return cls(token_ids, starts, prefixes)
+        return cls(
+            token_ids, starts, prefixes, None if prompt_lengths is None else np.asarray(prompt_lengths, np.int64)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +123,12 @@ class Batch:
         """Return each new token's absolute position, `[tokens] int64`."""
         offsets = self.prefix_lengths - self.starts[:-1]
         return np.arange(self.num_tokens, dtype=np.int64) + np.repeat(offsets, np.diff(self.starts))
+
+    def lengths_reached(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each new token at `positions` the length whose angles it takes, `[tokens] int64`."""
+        counts = np.diff(self.starts)
+        prompts = self.prefix_lengths + counts if self.prompt_lengths is None else self.prompt_lengths
+        return np.maximum(np.repeat(prompts, counts), positions + 1)
 
 
 class CacheView(Protocol):

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import overload
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle_plugin_api.logits import Ids, Logits
 from treadle_plugin_api.random import stage_key, stream_key, uniform, uniforms
+
+_T = TypeVar("_T")
+
+
+class Memo:
+    """What stages prepared for a model, by key. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._lock = threading.RLock()
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` returned at the first call with this key; where it raised, the next call tries again."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = make()
+            return cast("_T", self._made[key])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +42,8 @@ class ModelInfo:
         eos_ids: ids that end a text.
         token_bytes: the bytes a token stands for, by its id; of a special token those of its name.
         encode: token ids of a text, without special tokens.
+        special_ids: ids that are no part of a text, such as BOS or the end of a turn.
+        memo: where `once` keeps what it made.
     """
 
     name: str
@@ -32,6 +52,16 @@ class ModelInfo:
     eos_ids: Collection[int]
     token_bytes: Callable[[int], bytes]
     encode: Callable[[str], Sequence[int]]
+    special_ids: Collection[int] = frozenset()
+    memo: Memo = field(default_factory=Memo, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` returns, made once for the model and kept as long as it is: tables of the whole vocabulary.
+
+        Begin the key with the name of your package. Nothing of a request may be in it, or every request adds to what is
+        kept.
+        """
+        return self.memo.once(key, make)
 
 
 class SamplingContext:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,6 +29,9 @@ from treadle_plugin_api.sampling import Select, Stage
 _NUM_ROWS = 8
 # Odd, and no multiple of any register width: code that assumes either fails here.
 _VOCAB_SIZE = 257
+# The longest row that models have today, and what a server by default puts up with for one call on it.
+_LARGE_VOCAB_SIZE = 152_000
+MAX_STAGE_S = 0.05
 
 
 def check_stage(cls: type[Stage | Select], /, **parameters: Any) -> None:
@@ -36,14 +40,18 @@ def check_stage(cls: type[Stage | Select], /, **parameters: Any) -> None:
     Checked: the class and its schema; alone == in a batch == in a shuffled batch; a vocabulary of one token; more
     tokens wanted than there are; all logits equal; all but one masked; huge logits; read-only input; same seed, same
     result; applying twice == applying once; clones that advance apart; a batch that raises half way leaves no trace;
-    the largest token stays largest if `argmax_invariant` says so.
+    the largest token stays largest if `argmax_invariant` says so; a call on a row of 152,000 takes under MAX_STAGE_S.
+    Parameters that the stage's own check refuses for each of these vocabularies test nothing, and fail.
     """
     _check_class(cls)
     stage = _round_trip(cls, parameters)
+    if parameters:
+        _check_some_vocabulary_fits(stage)
     for label, logits in _rows():
         _check_row(_Case(stage, label, logits))
     _check_clone(stage)
     _check_batch(stage)
+    _check_cost(stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +144,21 @@ def _rows() -> Iterator[tuple[str, Logits]]:
 
 def _fits(stage: Stage | Select, vocab_size: int) -> bool:
     """Whether the stage's own check accepts the model; a refusal by ValueError is its right."""
+    return _refusal(stage, vocab_size) is None
+
+
+def _refusal(stage: Stage | Select, vocab_size: int) -> ValueError | None:
     try:
         stage.check(sample_model_info(vocab_size))
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return error
+    return None
+
+
+def _check_some_vocabulary_fits(stage: Stage | Select) -> None:
+    refusals = [_refusal(stage, len(logits)) for _, logits in _rows()]
+    if None not in refusals:
+        raise AssertionError(f"stage {stage.name!r} was not tested: its check refuses every model, {refusals[-1]}")
 
 
 def _apply(stage: Stage | Select, logits: Logits, context: SamplingContext, state: Any) -> Any:
@@ -187,7 +205,7 @@ def _copied(result: Any) -> Any:
 
 
 def _check_clone(stage: Stage | Select) -> None:
-    """A clone must not notice what its original accepts."""
+    """A clone must not notice what its original accepts, nor the original what the clone does."""
     label, logits = next(_rows())
     case = _Case(stage, label, logits)
     if not _fits(stage, len(logits)):
@@ -201,6 +219,11 @@ def _check_clone(stage: Stage | Select) -> None:
         stage.accept(state, token_id)
     if not _same(before, _apply(stage, logits, context, cloned)):
         raise case.fail("a clone changes when its original accepts a token")
+    before = _copied(_apply(stage, logits, context, state))
+    for token_id in (7, 6, 7):
+        stage.accept(cloned, token_id)
+    if not _same(before, _apply(stage, logits, context, state)):
+        raise case.fail("an original changes when its clone accepts a token")
 
 
 class _Tripwire(Sequence[Any]):
@@ -276,3 +299,21 @@ def _check_batch(stage: Stage | Select) -> None:
         batch.together(range(_NUM_ROWS), _Tripwire)
     if not all(map(_same, alone, batch.alone())):
         raise case.fail("a batch that raised half way changed what the rows give afterwards")
+
+
+def _check_cost(stage: Stage | Select) -> None:
+    """One call on the longest row may not take longer than a server puts up with; the quickest of a few counts."""
+    if not _fits(stage, _LARGE_VOCAB_SIZE):
+        return
+    logits = (3 * np.random.default_rng(2).standard_normal(_LARGE_VOCAB_SIZE)).astype(np.float32)
+    context = sample_context(_LARGE_VOCAB_SIZE)
+    state = _start(stage, context)
+    quickest_s = float("inf")
+    for _ in range(5):
+        started_s = time.perf_counter()
+        _apply(stage, logits, context, state)
+        quickest_s = min(quickest_s, time.perf_counter() - started_s)
+        if quickest_s < MAX_STAGE_S:
+            return
+    case = _Case(stage, f"a row of {_LARGE_VOCAB_SIZE} tokens", logits)
+    raise case.fail(f"takes {quickest_s:.3f} s, over {MAX_STAGE_S} s: every request beside it waits so long per token")

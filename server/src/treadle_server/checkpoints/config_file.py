@@ -38,7 +38,9 @@ def read_model_config(folder: Path) -> dict[str, object]:
     values = read_json_object(folder / "config.json")
     refuse_quantised(folder, values)
     if any(key in values for key in ("vision_config", "audio_config", "vision_tower")):
-        raise UnsupportedModelError(f"{folder}: a multimodal model; treadle runs text-only decoders")
+        raise UnsupportedModelError(
+            f"{folder}: a multimodal model; use its text-only version: treadle runs text-only decoders"
+        )
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,27 +68,48 @@ class Checkpoint:
 
 
 class FileWeight(Weight):
-    """A canonical parameter in a file: some leading rows of a tensor, which may be stored transposed."""
+    """A canonical parameter in a file: some rows of a tensor, which may be stored transposed or in pieces.
 
-    def __init__(self, file: SafetensorsFile, name: str, shape: Shape, first_row: int, *, transposed: bool) -> None:
+    The tensor has `groups` equal runs of rows; the parameter is the rows from `first_row` on of each, one after the
+    other. A leading axis that only cuts the rows in pieces counts as rows.
+    """
+
+    def __init__(
+        self,
+        file: SafetensorsFile,
+        name: str,
+        shape: Shape,
+        first_row: int,
+        *,
+        transposed: bool = False,
+        groups: int = 1,
+    ) -> None:
         self.shape = shape
         self.dtype = file.dtype(name).name
         self._file = file
         self._name = name
-        self._rows = slice(first_row, first_row + shape[0])
         self._transposed = transposed
+        self._groups = groups
+        self._rows = slice(first_row, first_row + shape[0] // groups)
 
     def read_into(self, out: Array) -> None:
         """Fill `out` with the values, read from the file in pieces and widened."""
         if self._transposed:
             self._file.read_columns_into(self._name, self._rows, out)
-        else:
-            self._file.read_rows_into(self._name, self._rows.start, out)
+            return
+        run = math.prod(self._file.tensors[self._name].shape) // (math.prod(self.shape[1:]) * self._groups)
+        num_rows = self._rows.stop - self._rows.start
+        for group in range(self._groups):
+            piece = out[group * num_rows : (group + 1) * num_rows]
+            self._file.read_rows_into(self._name, group * run + self._rows.start, piece)
 
     def view(self) -> Array:
-        """Return the rows mapped from the file, in its dtype."""
+        """Return the rows mapped from the file, in its dtype; copied when they lie in pieces."""
         mapped = self._file.map(self._name)
-        return mapped[:, self._rows].T if self._transposed else mapped[self._rows]
+        if self._transposed:
+            return mapped[:, self._rows].T
+        rows = mapped.reshape(self._groups, -1, *self.shape[1:])[:, self._rows]
+        return rows.reshape(self.shape)
 
 
 def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Checkpoint:
@@ -101,7 +123,7 @@ def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Che
     files = _open_files(folder)
     try:
         tensors = _Tensors(folder, files, family.ignored)
-        entries = tensors.name_entries(family, family.tensor_table(config))
+        entries = tensors.choose_table(family, config)
         config, table = tensors.settle_head(config, entries)
         params = Params(tensors.weights(config, table))
         generation_config = read_generation_config(folder)
@@ -128,7 +150,8 @@ def _find_family(folder: Path, hf_config: Mapping[str, object], families: Family
         known = ", ".join(families)
         remote = " and its own code is never run" if "auto_map" in hf_config else ""
         raise UnsupportedModelError(
-            f"{folder}: model_type {model_type!r} is not supported{remote}; supported types: {known}"
+            f"{folder}: model_type {model_type!r} is not supported{remote}; supported types: {known}. "
+            "A plugin can add it (treadle_register_families)."
         )
     return family
 
@@ -137,9 +160,17 @@ def _read_config(folder: Path, family: Family, hf_config: Mapping[str, object]) 
     try:
         return family.config_from_hf(hf_config)
     except UnsupportedSettingError as error:
-        raise UnsupportedModelError(f"{folder / 'config.json'}: {error}") from error
+        raise UnsupportedModelError(
+            f"{folder / 'config.json'}: {error}. Use a version of the model without it, or add a family as a plugin."
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    except Exception as error:  # a plugin's family may raise anything
+        raise CheckpointError(_family_failed(family, f"{type(error).__name__}: {error}")) from error
+
+
+def _family_failed(family: Family, what: str) -> str:
+    return f"the family of model_type {family.model_type!r} is broken: {what}"
 
 
 def _open_files(folder: Path) -> list[SafetensorsFile]:
@@ -193,7 +224,18 @@ class _Tensors:
                     raise CheckpointError(f"tensor {name!r} is in {self._files[name].path} and in {file.path}")
                 self._files[name] = file
 
-    def name_entries(self, family: Family, table: tuple[TensorEntry, ...]) -> list[TensorEntry]:
+    def choose_table(self, family: Family, config: DecoderConfig) -> list[TensorEntry]:
+        """Return the entries of the family's layout that lacks the fewest tensors here, the first of equals."""
+        try:
+            tables = [table(config) for table in (family.tensor_table, *family.other_tables)]
+        except Exception as error:  # a plugin's family may raise anything
+            raise CheckpointError(_family_failed(family, f"{type(error).__name__}: {error}")) from error
+        for table in tables:
+            _check_table(family, config, table)
+        layouts = [self._name_entries(family, table) for table in tables]
+        return min(layouts, key=lambda entries: sum(entry.file_name not in self._files for entry in entries))
+
+    def _name_entries(self, family: Family, table: tuple[TensorEntry, ...]) -> list[TensorEntry]:
         """Return the entries under the names these files use: with or without the family's optional prefix."""
         prefix = family.optional_prefix
         if not prefix or any(name.startswith(prefix) for name in self._files):
@@ -239,18 +281,16 @@ class _Tensors:
             raise CheckpointError(f"{self._folder}: tensor {name!r} is missing")
         file = self._files[name]
         rows = [shapes[param][0] for param in entry.params]
-        expected: Shape = (sum(rows), *shapes[entry.params[0]][1:])
-        if entry.transposed:
-            expected = expected[::-1]
+        expected = _file_shape(entry, sum(rows), shapes[entry.params[0]][1:])
         if file.tensors[name].shape != expected:
             raise CheckpointError(
                 f"{file.path}: tensor {name!r} must have shape {list(expected)} by config.json, "
                 f"but has {list(file.tensors[name].shape)}"
             )
-        starts = np.cumsum([0, *rows]).tolist()
+        starts = np.cumsum([0, *rows]) // entry.groups
         return {
-            param: FileWeight(file, name, shapes[param], start, transposed=entry.transposed)
-            for param, start in zip(entry.params, starts, strict=False)
+            param: FileWeight(file, name, shapes[param], start, transposed=entry.transposed, groups=entry.groups)
+            for param, start in zip(entry.params, starts.tolist(), strict=False)
         }
 
     def _refuse_extra(self, known: set[str]) -> None:
@@ -266,3 +306,23 @@ class _Tensors:
         # Compared through the map, a piece at a time, so that a head of gigabytes is not read into memory twice.
         left, right = a.map(first), b.map(second)
         return all(np.array_equal(left[row : row + 4096], right[row : row + 4096]) for row in range(0, len(left), 4096))
+
+
+def _file_shape(entry: TensorEntry, num_rows: int, row_shape: Shape) -> Shape:
+    """Return the shape that a file must give a tensor of so many rows."""
+    if entry.stacked:
+        return (entry.stacked, num_rows // entry.stacked, *row_shape)
+    return (*row_shape, num_rows) if entry.transposed else (num_rows, *row_shape)
+
+
+def _check_table(family: Family, config: DecoderConfig, table: tuple[TensorEntry, ...]) -> None:
+    """Raise CheckpointError unless a table has every parameter of the config, and the head, exactly once."""
+    named = [param for entry in table for param in entry.params]
+    expected = {*param_shapes(config), _HEAD}
+    for what, names in (
+        ("names twice", {name for name in named if named.count(name) > 1} if len({*named}) < len(named) else ()),
+        ("lacks", expected - {*named}),
+        ("has the unknown parameter", {*named} - expected),
+    ):
+        if names:
+            raise CheckpointError(_family_failed(family, f"its tensor table {what} {min(names)!r}"))

@@ -32,6 +32,8 @@ from treadle_server.errors import CheckpointError, UnsupportedModelError
 
 # The format's own limit; a longer header is an attack or a damaged length.
 MAX_HEADER_BYTES = 100_000_000
+# Axes of a tensor; a product of more sizes would be a number that nobody can print.
+_MAX_RANK = 8
 # Numbers read at once when they have to be converted: the only memory a read takes beside its destination.
 CHUNK_BYTES = 1 << 22
 DTYPES: Mapping[str, np.dtype[np.generic]] = MappingProxyType(
@@ -81,16 +83,19 @@ class SafetensorsFile:
 
     def read_columns_into(self, name: str, columns: slice, out: Array) -> None:
         """Fill `out` with `tensor[:, columns].T`: rows of a matrix that the file stores transposed."""
-        for start, chunk in self._chunks(name):
+        shape = self.tensors[name].shape
+        for start, chunk in self._chunks(name, 0, shape[0], shape[1:]):
             _widen(chunk[:, columns].T, out[:, start : start + len(chunk)])
 
     def read_rows_into(self, name: str, start: int, out: Array) -> None:
-        """Fill `out` (float32 or float64, no narrower than the tensor, any strides) with the rows from `start` on."""
-        info = self.tensors[name]
+        """Fill `out` (float32 or float64, no narrower than the tensor, any strides) with the rows from `start` on.
+
+        A row is what `out` has in a row, so leading axes of the tensor may count as rows too.
+        """
         if out.flags.c_contiguous and out.dtype == self.dtype(name):
-            self._read_bytes(name, start * (info.num_bytes // max(1, info.shape[0])), out)
+            self._read_bytes(name, start * (out.nbytes // max(1, len(out))), out)
             return
-        for row, chunk in self._chunks(name, start, start + len(out)):
+        for row, chunk in self._chunks(name, start, start + len(out), out.shape[1:]):
             _widen(chunk, out[row - start : row - start + len(chunk)])
 
     def map(self, name: str) -> Array:
@@ -118,13 +123,12 @@ class SafetensorsFile:
             )
         return DTYPES[stored]
 
-    def _chunks(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Array]]:
+    def _chunks(self, name: str, start: int, stop: int, row_shape: tuple[int, ...]) -> Iterator[tuple[int, Array]]:
         """Yield (first row, rows) of the tensor in pieces of about CHUNK_BYTES; a piece is valid until the next."""
-        info, dtype = self.tensors[name], self.dtype(name)
-        stop = info.shape[0] if stop is None else stop
-        row_bytes = info.num_bytes // max(1, info.shape[0])
+        dtype = self.dtype(name)
+        row_bytes = math.prod(row_shape) * dtype.itemsize
         step = max(1, CHUNK_BYTES // max(1, row_bytes))
-        buffer = np.empty((min(step, stop - start), *info.shape[1:]), dtype)
+        buffer = np.empty((min(step, stop - start), *row_shape), dtype)
         for row in range(start, stop, step):
             chunk = buffer[: min(step, stop - row)]
             self._read_bytes(name, row * row_bytes, chunk)
@@ -180,7 +184,7 @@ def _read_entry(path: Path, name: str, entry: object, data_start: int) -> Tensor
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name!r} must have dtype, shape, data_offsets, but has {entry!r:.200}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2):
+    if not (_are_counts(shape, _MAX_RANK) and _are_counts(offsets, 2) and len(offsets) == 2):
         raise CheckpointError(
             f"{path}: tensor {name!r} has malformed shape or offsets: {shape!r:.100} {offsets!r:.100}"
         )
@@ -193,8 +197,11 @@ def _read_entry(path: Path, name: str, entry: object, data_start: int) -> Tensor
     return TensorInfo(dtype, tuple(shape), data_start + offsets[0], num_bytes)
 
 
-def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+def _are_counts(values: object, max_length: int) -> bool:
+    """Tell whether a value is a list of so many whole numbers at most, each of them in the range of a file's size."""
+    if not isinstance(values, list) or len(values) > max_length:
+        return False
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 def _check_cover(path: Path, tensors: Mapping[str, TensorInfo], start: int, file_bytes: int) -> None:

@@ -58,7 +58,13 @@ def save_checkpoint(
 def to_file_tensor(entry: TensorEntry, weights: Mapping[str, Weight], dtype: str | None = None) -> Array:
     """Return one file tensor, C-contiguous, put together from its canonical parameters: the inverse of loading."""
     parts = [weights[name].view() for name in entry.params]
-    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if entry.groups > 1:
+        grouped = [part.reshape(entry.groups, -1, *part.shape[1:]) for part in parts]
+        joined = np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
+    else:
+        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if entry.stacked:
+        joined = joined.reshape(entry.stacked, -1, *joined.shape[1:])
     tensor = joined.T if entry.transposed else joined
     return np.ascontiguousarray(tensor, dtype=None if dtype is None else _numpy_dtype(dtype))
 

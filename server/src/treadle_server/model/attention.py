@@ -1,24 +1,50 @@
 """Causal attention of one sequence's new tokens over its cached keys and values.
 
 Grouped queries: query head `kv * group + g` reads key/value head `kv`. New token r stands at `length + r` and sees the
-keys 0..length + r. Query rows are treated in blocks, so that scores never need `[heads, tokens, keys]` at once.
+keys 0..length + r, or the last of them when there is a window. Query rows are treated in blocks, so that scores never
+need `[heads, tokens, keys]` at once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 from treadle_plugin_api.backend import Array, Observer
 
+from treadle_server.model.alibi import Alibi
 from treadle_server.model.kv_cache import BLOCK_TOKENS
-from treadle_server.model.ops import softmax_forward
+from treadle_server.model.ops import softcap_forward, softmax_forward
 
 # Scores held at once, all heads together: 8 MB in float32, of the order of the last-level cache.
 MAX_SCORES = 1 << 21
 MANY_KEYS = 512
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What a layer makes of the products of queries and keys: in this order scale, softcap, ALiBi's biases, mask.
+
+    Attributes:
+        scale: multiplies the products.
+        window: how many of the last tokens a token sees, itself included; None for all.
+        softcap: bounds the scaled scores.
+        alibi: biases that fall with the distance.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi: Alibi | None = None
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a token at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
 def attention_forward(
-    q: Array, keys: Array, values: Array, length: int, scale: float, out: Array, observe: Observer | None = None
+    q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array, observe: Observer | None = None
 ) -> None:
     """Fill out `[rows, kv_heads, group, head_dim]` from q of that shape.
 
@@ -30,20 +56,35 @@ def attention_forward(
     for start in range(0, rows, block):
         stop = min(start + block, rows)
         seen = length + stop
-        _attend_block(q[start:stop], keys[:, :seen], values[:, :seen], scale, out[start:stop], observe)
+        first = 0 if observe is not None else scoring.first_seen(length + start)
+        _attend_block(
+            q[start:stop], keys[:, first:seen], values[:, first:seen], first, scoring, out[start:stop], observe
+        )
 
 
-def _attend_block(q: Array, keys: Array, values: Array, scale: float, out: Array, observe: Observer | None) -> None:
-    """Attend from the last `rows` tokens of keys `[kv_heads, seen, head_dim]`."""
+def _attend_block(
+    q: Array, keys: Array, values: Array, first: int, scoring: Scoring, out: Array, observe: Observer | None
+) -> None:
+    """Attend from the last `rows` tokens of keys `[kv_heads, seen, head_dim]`, which start at position `first`."""
     rows, kv_heads, group, head_dim = q.shape
     scores = _scores(q, keys)  # [kv_heads, group * rows, seen]
     by_head = scores.reshape(kv_heads * group, rows, -1)  # [heads, rows, seen]
     _show(observe, "scores", by_head)
-    scores *= scale
+    scores *= scoring.scale
     _show(observe, "scaled_scores", by_head)
+    if scoring.softcap is not None:
+        softcap_forward(scores, scoring.softcap, out=scores)
+        _show(observe, "capped_scores", by_head)
+    if scoring.alibi is not None:
+        positions = np.arange(first, first + keys.shape[1])
+        by_head += scoring.alibi.biases(positions[-rows:], positions)
+        _show(observe, "biased_scores", by_head)
     if rows > 1:
         future = np.triu(np.ones((rows, rows), np.bool_), 1)
         np.copyto(by_head[:, :, -rows:], -np.inf, where=future)
+    if scoring.window is not None:
+        columns = np.arange(keys.shape[1])
+        np.copyto(by_head, -np.inf, where=columns <= columns[-rows:, None] - scoring.window)
     _show(observe, "masked_scores", by_head)
     weights = softmax_forward(scores, out=scores)
     _show(observe, "weights", by_head)
@@ -68,11 +109,13 @@ def _show(observe: Observer | None, name: str, array: Array) -> None:
         observe(name, array.copy())
 
 
-def reproducible_attention_forward(q: Array, keys: Array, values: Array, length: int, scale: float, out: Array) -> None:
+def reproducible_attention_forward(
+    q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array
+) -> None:
     """Like `attention_forward`, but a row's result depends on its own query and the keys before it alone, bit for bit.
 
     Keys are cut in blocks of BLOCK_TOKENS at absolute positions. Each query row makes one product of a fixed shape with
-    each block; the blocks' sums are added in order. Blocks past a row add exact zeros.
+    each block; the blocks' sums are added in order. Blocks that a row does not see add exact zeros.
     """
     rows, kv_heads, group, head_dim = q.shape
     num_blocks = -(-(length + rows) // BLOCK_TOKENS)
@@ -86,25 +129,50 @@ def reproducible_attention_forward(q: Array, keys: Array, values: Array, length:
     step = max(1, MAX_SCORES // (kv_heads * group * num_blocks * max(head_dim, BLOCK_TOKENS)))
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        seen = -(-(length + stop) // BLOCK_TOKENS)
+        first = scoring.first_seen(length + start) // BLOCK_TOKENS
+        seen = slice(first, -(-(length + stop) // BLOCK_TOKENS))
         positions = np.arange(length + start, length + stop)
-        out[start:stop] = _attend_key_blocks(q[start:stop], keys[:, :seen], values[:, :seen], positions, scale)
+        heads = _attend_key_blocks(q[start:stop], keys[:, seen], values[:, seen], positions, first, scoring)
+        out[start:stop] = heads
 
 
-def _attend_key_blocks(q: Array, keys: Array, values: Array, positions: Array, scale: float) -> Array:
-    """Return `[rows, kv_heads, group, head_dim]`; a key block is `[head_dim, 64]`, a value block `[64, head_dim]`."""
+def _attend_key_blocks(
+    q: Array, keys: Array, values: Array, positions: NDArray[np.int64], first: int, scoring: Scoring
+) -> Array:
+    """Return `[rows, kv_heads, group, head_dim]`; a key block is `[head_dim, 64]`, a value block `[64, head_dim]`.
+
+    `first` is the number of the first block.
+    """
     scores = np.matmul(q[:, :, None], keys)  # [rows, kv_heads, blocks, group, 64]
-    scores *= scale
-    key_positions = np.arange(keys.shape[1] * BLOCK_TOKENS).reshape(-1, 1, BLOCK_TOKENS)
-    np.copyto(scores, -np.inf, where=key_positions > positions[:, None, None, None, None])
+    scores *= scoring.scale
+    if scoring.softcap is not None:
+        softcap_forward(scores, scoring.softcap, out=scores)
+    blocks = keys.shape[1]
+    key_positions = np.arange(first * BLOCK_TOKENS, (first + blocks) * BLOCK_TOKENS)
+    if scoring.alibi is not None:
+        scores += _block_biases(scoring.alibi, positions, key_positions, scores.shape)
+    key_positions = key_positions.reshape(-1, 1, BLOCK_TOKENS)
+    queries = positions[:, None, None, None, None]
+    np.copyto(scores, -np.inf, where=key_positions > queries)
+    if scoring.window is not None:
+        np.copyto(scores, -np.inf, where=key_positions <= queries - scoring.window)
     scores -= np.maximum.reduce(scores, axis=(2, 4), keepdims=True)
     weights = np.exp(scores, out=scores)
     totals = np.add.reduce(weights, axis=4)  # [rows, kv_heads, blocks, group]
     parts = np.matmul(weights, values)  # [rows, kv_heads, blocks, group, head_dim]
     numerator: Array = parts[:, :, 0].copy()
     denominator: Array = totals[:, :, 0].copy()
-    for block in range(1, keys.shape[1]):
+    for block in range(1, blocks):
         numerator += parts[:, :, block]
         denominator += totals[:, :, block]
     numerator /= denominator[..., None]
     return numerator
+
+
+def _block_biases(
+    alibi: Alibi, queries: NDArray[np.int64], keys: NDArray[np.int64], shape: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Return ALiBi's biases as scores are laid out: `[rows, kv_heads, blocks, group, 64]`."""
+    rows, kv_heads, blocks, group, _ = shape
+    biases = alibi.biases(queries, keys)  # [heads, rows, keys]
+    return biases.reshape(kv_heads, group, rows, blocks, BLOCK_TOKENS).transpose(2, 0, 3, 1, 4)

@@ -56,9 +56,9 @@ class Decoder:
         """Return `logits [rows, vocab]` of `hidden [rows, dim]`, in the decoder's dtype."""
         return self.backend.head(self._prepared, hidden, observe)
 
-    def new_cache(self, capacity: int = 0) -> KVCache:
+    def new_cache(self, capacity: int = 0, max_tokens: int | None = None) -> KVCache:
         """Return an empty cache of this decoder's shape and dtype."""
-        return KVCache(self.config, self.dtype, capacity)
+        return KVCache(self.config, self.dtype, capacity, max_tokens)
 
     def _check(self, batch: Batch, caches: Sequence[KVCache] | None) -> None:
         if batch.num_tokens and not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self.config.vocab_size:

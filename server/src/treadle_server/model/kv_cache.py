@@ -15,11 +15,21 @@ BLOCK_TOKENS = 64
 
 
 class KVCache:
-    """Keys and values of one sequence. Not shared between threads."""
+    """Keys and values of one sequence. Not shared between threads.
 
-    def __init__(self, config: DecoderConfig, dtype: DTypeLike = np.float32, capacity: int = 0) -> None:
+    Args:
+        config: the decoder's.
+        dtype: number type of the entries.
+        capacity: tokens to make room for at once.
+        max_tokens: tokens that will ever be stored; growth stops there. The context length when not given.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, dtype: DTypeLike = np.float32, capacity: int = 0, max_tokens: int | None = None
+    ) -> None:
         self.config = config
         self.dtype = np.dtype(dtype)
+        self.max_tokens = config.context_length if max_tokens is None else max_tokens
         self._length = 0
         self._storage = self._allocate(_whole_blocks(capacity))
 
@@ -44,6 +54,11 @@ class KVCache:
         heads = config.num_layers * 2 * config.attention.num_kv_heads
         return heads * config.attention.head_dim * _whole_blocks(num_tokens) * np.dtype(dtype).itemsize
 
+    @staticmethod
+    def tokens_in(config: DecoderConfig, dtype: DTypeLike, num_bytes: int) -> int:
+        """Return how many tokens a cache of at most `num_bytes` has room for."""
+        return num_bytes // KVCache.bytes_for(config, dtype, BLOCK_TOKENS) * BLOCK_TOKENS
+
     def layer(self, index: int) -> tuple[Array, Array]:
         """Return a layer's keys and values, both `[kv_heads, capacity, head_dim]`, as writable views."""
         layer = self._storage[index]
@@ -57,7 +72,7 @@ class KVCache:
             self._storage = storage
 
     def make_room(self, num_new: int) -> None:
-        """Make room for further tokens, at least doubling when that is needed, up to the context length."""
+        """Make room for further tokens, at least doubling when that is needed, up to `max_tokens`."""
         self.reserve(self._grown_capacity(num_new))
 
     def bytes_after(self, num_new: int) -> int:
@@ -68,7 +83,7 @@ class KVCache:
         needed = self._length + num_new
         if needed <= self.capacity:
             return self.capacity
-        return max(needed, min(2 * self.capacity, self.config.context_length))
+        return max(needed, min(2 * self.capacity, self.max_tokens))
 
     def release(self) -> None:
         """Forget every token and give the memory back."""
@@ -89,7 +104,7 @@ class KVCache:
 
     def fork(self) -> KVCache:
         """Return a copy that grows apart from this one."""
-        copy = KVCache(self.config, self.dtype, self._length)
+        copy = KVCache(self.config, self.dtype, self._length, self.max_tokens)
         copy._storage[..., : self._length, :] = self._storage[..., : self._length, :]
         copy._length = self._length
         return copy

@@ -1,6 +1,6 @@
 """The NumPy compute backend: the reference for the contract, and what every other backend falls back on.
 
-`forward` is the one forward pass of every family. It is written over primitives (`embed`, `norm`, `linear`, `rotary`,
+`forward` is the one forward pass of every family. It is written over primitives (`linear`, `norm`, `rotary`,
 `attention`, `activation`): a backend that is faster at one of them subclasses this one and overrides it. Buffers are
 allocated once a pass and used by every layer, so that the cost of a decoded token is its matrix products.
 """
@@ -16,54 +16,14 @@ from numpy.typing import DTypeLike, NDArray
 from treadle_plugin_api.backend import Array, Batch, CacheView, Observer, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
 
-from treadle_server.model import ops
-from treadle_server.model.attention import attention_forward, reproducible_attention_forward
-from treadle_server.model.params import check_params
+from treadle_server.model import moe, ops
+from treadle_server.model.attention import Scoring, attention_forward, reproducible_attention_forward
+from treadle_server.model.prepared import Experts, Layer, Linear, Mlp, Norm, PreparedDecoder, prepare_decoder
+from treadle_server.model.rotary import rotary_forward
 
 # Rows multiplied at once in reproducible mode. A multiple of every OpenBLAS micro-kernel's width, so that no row of a
 # tile meets an edge kernel, whatever the machine.
 TILE_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """weight `[out, in]`, bias `[out]` or None."""
-
-    weight: Array
-    bias: Array | None
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """weight `[dim]`, bias `[dim]` or None."""
-
-    weight: Array
-    bias: Array | None
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's matrices; `qkv` stacks q, k, v, and `up` stacks gate and up when the feed-forward is gated."""
-
-    attention_norm: Norm
-    qkv: Linear
-    out: Linear
-    mlp_norm: Norm
-    up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDecoder:
-    """A decoder ready to run: every array in the dtype that is computed in."""
-
-    config: DecoderConfig
-    embedding: Array  # [vocab, dim]
-    positions: Array | None  # [context, dim], learned positions
-    frequencies: NDArray[np.float64] | None  # [head_dim / 2], rotary positions
-    layers: tuple[Layer, ...]
-    final_norm: Norm | None
-    head: Linear  # a tied head's weight is `embedding` itself
 
 
 @dataclass(slots=True)
@@ -73,12 +33,11 @@ class _Pass:
     config: DecoderConfig
     batch: Batch
     caches: Sequence[CacheView]
-    rotary: tuple[Array, Array] | None  # cos, signed sin
+    turns: tuple[tuple[Array, Array, Array], ...]  # a rotary's pairs of queries and keys in qkv, cos, signed sin
     x: Array  # [tokens, dim], the residual stream
     normed: Array  # [tokens, dim]
     delta: Array  # [tokens, dim], what a sublayer adds
     qkv: Array  # [tokens, (heads + 2 kv_heads) * head_dim]
-    turned: Array  # [tokens, heads + kv_heads, 2, head_dim / 2], the queries and keys of qkv
     q: Array  # [tokens, kv_heads, group, head_dim], view of qkv
     k: Array  # [kv_heads, tokens, head_dim], view of qkv
     v: Array  # [kv_heads, tokens, head_dim], view of qkv
@@ -96,31 +55,26 @@ class NumpyBackend:
 
     def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> PreparedDecoder:
         """Read every weight once, straight into the buffer it is used from, widened to the backend's dtype."""
-        check_params(config, params)
-        reader = _Reader(params, self.dtype)
-        embedding = reader.matrix("embedding")
-        rotary = config.positions.rotary
-        return PreparedDecoder(
-            config=config,
-            embedding=embedding,
-            positions=reader.matrix("positions") if config.positions.kind == "learned" else None,
-            frequencies=ops.rotary_frequencies(rotary, config.attention.head_dim) if rotary else None,
-            layers=tuple(_read_layer(reader, f"layers.{i}.", gated=config.mlp.gated) for i in range(config.num_layers)),
-            final_norm=reader.norm("final_norm") if config.has_final_norm else None,
-            head=Linear(embedding if config.tied_head else reader.matrix("head"), reader.vector("head.bias")),
-        )
+        return prepare_decoder(config, params, self.dtype)
 
     def forward(
         self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
     ) -> Array:
         """Run the layers and return `hidden [tokens, dim]`, after the final norm."""
         run = self._start(prepared, batch, caches, observe)
+        parallel = prepared.config.residual != "serial"
         for index, layer in enumerate(prepared.layers):
             see = _within(observe, f"layers.{index}.")
             x = self._enter(run, layer.attention_norm, "attention", see)
-            self._leave(run, layer.attention_norm, "attention", see, self._attend(run, index, layer, x, see))
-            x = self._enter(run, layer.mlp_norm, "mlp", see)
-            self._leave(run, layer.mlp_norm, "mlp", see, self._feed_forward(run, layer, x, see))
+            delta = self._attend(run, index, layer, x, see)
+            if parallel:  # the feed-forward reads the stream as attention found it
+                x = self._enter(run, layer.mlp_norm, "mlp", see) if layer.mlp_norm is not None else x
+                self._leave(run, None, "attention", see, delta)
+            else:
+                self._leave(run, layer.attention_output_norm or layer.attention_norm, "attention", see, delta)
+                x = self._enter(run, layer.mlp_norm, "mlp", see)
+            delta = self._feed_forward(run, layer.mlp, x, see)
+            self._leave(run, layer.mlp_output_norm or layer.mlp_norm, "mlp", see, delta)
         if prepared.final_norm is None:
             return run.x
         hidden = self.norm(run.config, run.x, prepared.final_norm, run.x)
@@ -129,8 +83,17 @@ class NumpyBackend:
 
     def head(self, prepared: PreparedDecoder, hidden: Array, observe: Observer | None = None) -> Array:
         """Return `logits [rows, vocab]` of `hidden [rows, dim]`."""
-        logits = np.empty((len(hidden), prepared.config.vocab_size), self.dtype)
+        config = prepared.config
+        if prepared.embedding_out is not None:
+            narrow = np.empty((len(hidden), config.embedding_width), self.dtype)
+            hidden = self.linear(hidden, prepared.embedding_out, narrow)
+            _show(observe, "embedding_out", hidden)
+        logits = np.empty((len(hidden), config.vocab_size), self.dtype)
         self.linear(hidden, prepared.head, logits)
+        if config.logit_scale != 1.0:
+            logits *= config.logit_scale
+        if config.logit_softcap is not None:
+            ops.softcap_forward(logits, config.logit_softcap, out=logits)
         _show(observe, "logits", logits)
         return logits
 
@@ -141,29 +104,29 @@ class NumpyBackend:
         return ops.linear_forward(x, linear.weight, linear.bias, out)
 
     def norm(self, config: DecoderConfig, x: Array, norm: Norm, out: Array) -> Array:
-        """Fill out `[rows, dim]` with the normalised x; out may be x."""
+        """Fill out `[..., dim]` with the normalised x; out may be x."""
         if config.norm.kind == "rms":
             return ops.rms_norm_forward(x, norm.weight, config.norm.eps, out)
         return ops.layer_norm_forward(x, norm.weight, norm.bias, config.norm.eps, out)
 
     def rotary(self, x: Array, cos: Array, signed_sin: Array) -> None:
         """Turn x `[tokens, heads, 2, half]` in place."""
-        ops.rotary_forward(x, cos, signed_sin, out=x)
+        rotary_forward(x, cos, signed_sin, out=x)
 
     def attention(
-        self, q: Array, keys: Array, values: Array, length: int, scale: float, out: Array, observe: Observer | None
+        self, q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array, observe: Observer | None
     ) -> None:
         """Fill out `[rows, kv_heads, group, head_dim]`; see `attention_forward`."""
-        attention_forward(q, keys, values, length, scale, out, observe)
+        attention_forward(q, keys, values, length, scoring, out, observe)
 
     def activation(self, config: DecoderConfig, up: Array) -> Array:
         """Return `[tokens, hidden]` of up, or of gate beside up `[tokens, 2 * hidden]`; may write to its argument."""
         function = _ACTIVATIONS[config.mlp.activation]
         if not config.mlp.gated:
             return function(up, up)
-        gate, up = up[:, : config.mlp.hidden_dim], up[:, config.mlp.hidden_dim :]
-        activated = function(gate, None)
-        activated *= up
+        hidden_dim = up.shape[1] // 2
+        activated = function(up[:, :hidden_dim], None)
+        activated *= up[:, hidden_dim:]
         return activated
 
     # ---- the forward pass -------------------------------------------------------------------------------------------
@@ -175,18 +138,19 @@ class NumpyBackend:
         positions = batch.positions()
         head_dim, kv_heads, num_heads = attention.head_dim, attention.num_kv_heads, attention.num_heads
         qkv = np.empty((tokens, num_heads + 2 * kv_heads, head_dim), self.dtype)
-        turned = qkv[:, : num_heads + kv_heads]
-        frequencies = prepared.frequencies
+        turning = qkv[:, : num_heads + kv_heads]
+        lengths = batch.lengths_reached(positions) if config.positions.depends_on_length else positions
         return _Pass(
             config=config,
             batch=batch,
             caches=caches,
-            rotary=None if frequencies is None else ops.rotary_table(frequencies, positions, self.dtype),
+            turns=tuple(
+                (rotary.pairs(turning), *rotary.table(positions, lengths, self.dtype)) for rotary in prepared.rotaries
+            ),
             x=self._embed(prepared, batch, positions, observe),
             normed=np.empty((tokens, config.dim), self.dtype),
             delta=np.empty((tokens, config.dim), self.dtype),
             qkv=qkv.reshape(tokens, -1),
-            turned=turned.reshape(tokens, num_heads + kv_heads, 2, -1) if frequencies is not None else turned,
             q=qkv[:, :num_heads].reshape(tokens, kv_heads, attention.group_size, head_dim),
             k=qkv[:, num_heads : num_heads + kv_heads].transpose(1, 0, 2),
             v=qkv[:, num_heads + kv_heads :].transpose(1, 0, 2),
@@ -198,14 +162,18 @@ class NumpyBackend:
         self, prepared: PreparedDecoder, batch: Batch, positions: NDArray[np.int64], observe: Observer | None
     ) -> Array:
         config = prepared.config
-        x = prepared.embedding[batch.token_ids]  # [tokens, dim]
+        x: Array = prepared.embedding[batch.token_ids]  # [tokens, width]
         if config.embedding_scale != 1.0:
             x *= config.embedding_scale
+        if prepared.embedding_in is not None:
+            x = self.linear(x, prepared.embedding_in, np.empty((len(x), config.dim), self.dtype))
         _show(observe, "embedding", x)
-        if config.positions.kind == "rotary":
+        if prepared.embedding_norm is not None:
+            _show(observe, "embedding_norm", self.norm(config, x, prepared.embedding_norm, x))
+        if config.positions.kind not in ("learned", "sinusoidal"):
             return x
         if prepared.positions is not None:
-            added = prepared.positions[positions]
+            added = prepared.positions[positions + config.positions.offset]
         else:
             added = ops.sinusoidal_positions(positions, config.dim, self.dtype)
         _show(observe, "positions", added)
@@ -213,57 +181,117 @@ class NumpyBackend:
         _show(observe, "embedding_with_positions", x)
         return x
 
-    def _enter(self, run: _Pass, norm: Norm, name: str, see: Observer | None) -> Array:
+    def _enter(self, run: _Pass, norm: Norm | None, name: str, see: Observer | None) -> Array:
         """Return what a sublayer reads: the residual stream, normalised when the norm stands before."""
-        if run.config.norm.place == "post":
+        if norm is None or not run.config.norm.before:
             return run.x
         normed = self.norm(run.config, run.x, norm, run.normed)
         _show(see, f"{name}_norm", normed)
         return normed
 
-    def _leave(self, run: _Pass, norm: Norm, name: str, see: Observer | None, delta: Array) -> None:
-        """Add what a sublayer made to the residual stream, and normalise that when the norm stands behind."""
-        run.x += delta
+    def _leave(self, run: _Pass, norm: Norm | None, name: str, see: Observer | None, delta: Array) -> None:
+        """Add what a sublayer made to the residual stream, with the norm that stands behind, on either side of it."""
+        config = run.config
+        if config.norm.behind and norm is not None:
+            _show(see, f"{name}_output_norm", self.norm(config, delta, norm, delta))
+        if config.residual_scale != 1.0:
+            delta *= config.residual_scale
+        if config.residual_from_norm:
+            np.add(run.normed, delta, out=run.x)
+        else:
+            run.x += delta
         _show(see, f"{name}_residual", run.x)
-        if run.config.norm.place == "post":
-            _show(see, f"{name}_norm", self.norm(run.config, run.x, norm, run.x))
+        if config.norm.place == "post" and norm is not None:
+            _show(see, f"{name}_norm", self.norm(config, run.x, norm, run.x))
 
     def _attend(self, run: _Pass, index: int, layer: Layer, x: Array, see: Observer | None) -> Array:
         """Return the attention sublayer's output `[tokens, dim]` and store the new keys and values."""
         self.linear(x, layer.qkv, run.qkv)
+        clip = run.config.attention.clip_qkv
+        if clip is not None:
+            np.clip(run.qkv, -clip, clip, out=run.qkv)
         _show_qkv(see, run, "")
-        if run.rotary is not None:
-            self.rotary(run.turned, *run.rotary)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._norm_heads(run, layer.q_norm, layer.k_norm)
+            _show_qkv(see, run, "_normed")
+        if layer.rotary_id is not None:
+            self.rotary(*run.turns[layer.rotary_id])
             _show_qkv(see, run, "_rotated")
-        self._attend_each(run, index, _within(see, "attention."))
+        self._attend_each(run, index, layer.scoring, _within(see, "attention."))
         _show(see, "attention.heads", run.heads)
         projected = self.linear(run.heads, layer.out, run.delta)
         _show(see, "attention.projection", projected)
         return projected
 
-    def _attend_each(self, run: _Pass, index: int, see: Observer | None) -> None:
+    def _norm_heads(self, run: _Pass, q_norm: Norm, k_norm: Norm) -> None:
+        """Normalise queries and keys in place: head by head, or all of a token's heads as one vector."""
+        attention = run.config.attention
+        query_width = attention.num_heads * attention.head_dim
+        key_end = query_width + attention.num_kv_heads * attention.head_dim
+        for norm, columns in ((q_norm, slice(0, query_width)), (k_norm, slice(query_width, key_end))):
+            x = run.qkv[:, columns]
+            if attention.qk_norm != "whole":
+                x = x.reshape(len(x), -1, attention.head_dim)  # a view: only the last axis is cut
+            self.norm(run.config, x, norm, x)
+
+    def _attend_each(self, run: _Pass, index: int, scoring: Scoring, see: Observer | None) -> None:
         """Let every sequence attend over its own cache."""
         out = run.heads.reshape(run.q.shape)
-        scale = run.config.attention.scale
         starts = run.batch.starts.tolist()
         for cache, start, stop in zip(run.caches, starts, starts[1:], strict=False):
             length = cache.length
             keys, values = cache.layer(index)
             keys[:, length : length + stop - start] = run.k[:, start:stop]
             values[:, length : length + stop - start] = run.v[:, start:stop]
-            self.attention(run.q[start:stop], keys, values, length, scale, out[start:stop], see)
+            self.attention(run.q[start:stop], keys, values, length, scoring, out[start:stop], see)
 
-    def _feed_forward(self, run: _Pass, layer: Layer, x: Array, see: Observer | None) -> Array:
+    def _feed_forward(self, run: _Pass, mlp: Mlp | Experts, x: Array, see: Observer | None) -> Array:
         """Return the feed-forward sublayer's output `[tokens, dim]`."""
-        up = self.linear(x, layer.up, run.up)
-        _show(see, "mlp.up", up[:, -run.config.mlp.hidden_dim :])
-        if run.config.mlp.gated:
-            _show(see, "mlp.gate", up[:, : run.config.mlp.hidden_dim])
-        activated = self.activation(run.config, up)
-        _show(see, "mlp.activated", activated)
-        down = self.linear(activated, layer.down, run.delta)
-        _show(see, "mlp.down", down)
-        return down
+        if isinstance(mlp, Experts):
+            out = self._mix_experts(run, mlp, x, see)
+        else:
+            out = self._expand(run.config, mlp, x, run.up, run.delta, see)
+        _show(see, "mlp.down", out)
+        return out
+
+    def _expand(
+        self, config: DecoderConfig, mlp: Mlp, x: Array, up: Array, out: Array, see: Observer | None = None
+    ) -> Array:
+        """Fill out `[rows, dim]` with one feed-forward of x `[rows, dim]`; `up` is room for its hidden layer."""
+        self.linear(x, mlp.up, up)
+        if see is not None:
+            hidden_dim = mlp.down.weight.shape[1]
+            _show(see, "mlp.up", up[:, -hidden_dim:])
+            if config.mlp.gated:
+                _show(see, "mlp.gate", up[:, :hidden_dim])
+        activated = self.activation(config, up)
+        if see is not None:
+            _show(see, "mlp.activated", activated)
+        return self.linear(activated, mlp.down, out)
+
+    def _mix_experts(self, run: _Pass, experts: Experts, x: Array, see: Observer | None) -> Array:
+        """Return the weighted sum of the experts that each token goes to; no other expert computes anything."""
+        config = run.config
+        scores = self.linear(x, experts.router, np.empty((len(x), len(experts.each)), self.dtype))
+        _show(see, "mlp.router", scores)
+        ids, weights = moe.route_forward(scores, experts.config)
+        _show(see, "mlp.expert_ids", ids)
+        _show(see, "mlp.expert_weights", weights)
+        run.delta[...] = 0
+        for expert, rows, share in moe.rows_by_expert(ids, weights):
+            run.delta[rows] += self._apply_expert(config, experts.each[expert], x[rows]) * share
+        if experts.shared is not None:
+            shared = self._apply_expert(config, experts.shared, x)
+            if experts.shared_gate is not None:
+                gate = self.linear(x, experts.shared_gate, np.empty((len(x), 1), self.dtype))
+                shared *= ops.sigmoid_forward(gate, out=gate)
+            _show(see, "mlp.shared", shared)
+            run.delta += shared
+        return run.delta
+
+    def _apply_expert(self, config: DecoderConfig, mlp: Mlp, x: Array) -> Array:
+        up = np.empty((len(x), len(mlp.up.weight)), self.dtype)
+        return self._expand(config, mlp, x, up, np.empty((len(x), config.dim), self.dtype))
 
 
 class ReproducibleNumpyBackend(NumpyBackend):
@@ -282,69 +310,25 @@ class ReproducibleNumpyBackend(NumpyBackend):
         return out
 
     def attention(
-        self, q: Array, keys: Array, values: Array, length: int, scale: float, out: Array, observe: Observer | None
+        self, q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array, observe: Observer | None
     ) -> None:
         """Attend per query row over blocks of keys at absolute positions; an observed pass runs in fast mode."""
         if observe is not None:
-            attention_forward(q, keys, values, length, scale, out, observe)
+            attention_forward(q, keys, values, length, scoring, out, observe)
         else:
-            reproducible_attention_forward(q, keys, values, length, scale, out)
+            reproducible_attention_forward(q, keys, values, length, scoring, out)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Array, Array | None], Array]] = MappingProxyType(
     {
         "silu": ops.silu_forward,
+        "gelu": ops.gelu_forward,
         "gelu_tanh": ops.gelu_tanh_forward,
+        "gelu_quick": ops.gelu_quick_forward,
         "relu": ops.relu_forward,
+        "relu_squared": ops.relu_squared_forward,
     }
 )
-
-
-class _Reader:
-    """Reads canonical parameters into new arrays of one dtype."""
-
-    def __init__(self, params: Mapping[str, Weight], dtype: np.dtype[np.generic]) -> None:
-        self._params = params
-        self._dtype = dtype
-
-    def matrix(self, *names: str) -> Array:
-        """Return the named matrices' rows one after the other, `[rows, in]`."""
-        return self._stack([f"{name}.weight" for name in names])
-
-    def vector(self, name: str) -> Array | None:
-        """Return a bias, or None if the model has none of that name."""
-        return self._stack([name]) if name in self._params else None
-
-    def linear(self, prefix: str, *names: str) -> Linear:
-        """Return the named projections fused into one."""
-        biases = [f"{prefix}{name}.bias" for name in names]
-        has_bias = biases[0] in self._params
-        return Linear(self.matrix(*(prefix + name for name in names)), self._stack(biases) if has_bias else None)
-
-    def norm(self, name: str) -> Norm:
-        """Return a norm's scale and offset."""
-        return Norm(self._stack([f"{name}.weight"]), self.vector(f"{name}.bias"))
-
-    def _stack(self, names: Sequence[str]) -> Array:
-        weights = [self._params[name] for name in names]
-        rows = sum(weight.shape[0] for weight in weights)
-        stacked = np.empty((rows, *weights[0].shape[1:]), self._dtype)
-        start = 0
-        for weight in weights:
-            weight.read_into(stacked[start : start + weight.shape[0]])
-            start += weight.shape[0]
-        return stacked
-
-
-def _read_layer(reader: _Reader, prefix: str, *, gated: bool) -> Layer:
-    return Layer(
-        attention_norm=reader.norm(f"{prefix}attention_norm"),
-        qkv=reader.linear(f"{prefix}attention.", "q", "k", "v"),
-        out=reader.linear(f"{prefix}attention.", "o"),
-        mlp_norm=reader.norm(f"{prefix}mlp_norm"),
-        up=reader.linear(f"{prefix}mlp.", *(("gate", "up") if gated else ("up",))),
-        down=reader.linear(f"{prefix}mlp.", "down"),
-    )
 
 
 def _within(observe: Observer | None, prefix: str) -> Observer | None:

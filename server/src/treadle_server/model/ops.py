@@ -1,7 +1,7 @@
 """The decoder's operations as pure functions over arrays. A function's `out`, where it has one, may be its `x`.
 
 Shapes: `rows` any number of tokens, `dim` the width of whatever is treated, `heads`, `head_dim`. All arrays of a call
-have one dtype, float32 or float64; angles and sinusoids are worked out in float64 whatever the model computes in.
+have one dtype, float32 or float64; sinusoids are worked out in float64 whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -11,11 +11,31 @@ import math
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from treadle_plugin_api.backend import Array
-from treadle_plugin_api.decoder_config import RotaryConfig
 
 # OpenBLAS reads the weights 1.3 times faster for a few rows when they are its left operand; for one row it makes no
 # difference, and for many the turned result costs more than it saves.
 MAX_FEW_ROWS = 32
+
+# erf(x) = x P(x^2) / Q(x^2) between -4 and 4, where float32 has no more room below 1: a rational fit, least squares
+# reweighted towards the largest error, which is 1.5e-9 before rounding.
+ERF_LIMIT = 4.0
+ERF_NUMERATOR = (
+    1.1283791821085323,
+    0.18471040957940835,
+    0.0543326187642997,
+    0.0038395333335905493,
+    0.0003826929073381157,
+    4.7805560805087334e-06,
+    -1.366687273993648e-08,
+)
+ERF_DENOMINATOR = (
+    1.0,
+    0.4970288838936672,
+    0.11382634607391595,
+    0.015453526855290075,
+    0.0013095807907302027,
+    6.400942752893453e-05,
+)
 
 
 def linear_forward(x: Array, weight: Array, bias: Array | None = None, out: Array | None = None) -> Array:
@@ -35,73 +55,41 @@ def _copy(source: Array, out: Array) -> Array:
     return out
 
 
-def rms_norm_forward(x: Array, weight: Array, eps: float, out: Array | None = None) -> Array:
-    """Return x / sqrt(mean(x^2) + eps) * weight `[rows, dim]` (Zhang and Sennrich 2019)."""
-    scale = _row_dot(x)  # [rows, 1]
-    scale *= 1.0 / x.shape[1]
+def rms_norm_forward(x: Array, weight: Array | None, eps: float, out: Array | None = None) -> Array:
+    """Return x / sqrt(mean(x^2) + eps) * weight `[..., dim]` (Zhang and Sennrich 2019)."""
+    scale = _row_dot(x)  # [..., 1]
+    scale *= 1.0 / x.shape[-1]
     scale += eps
     np.sqrt(scale, out=scale)
     out = np.divide(x, scale, out=out)
-    out *= weight
+    if weight is not None:
+        out *= weight
     return out
 
 
-def layer_norm_forward(x: Array, weight: Array, bias: Array | None, eps: float, out: Array | None = None) -> Array:
-    """Return (x - mean) / sqrt(variance + eps) * weight + bias `[rows, dim]` (Ba et al. 2016)."""
-    mean = np.add.reduce(x, axis=1, keepdims=True)  # [rows, 1]
-    mean *= 1.0 / x.shape[1]
+def layer_norm_forward(
+    x: Array, weight: Array | None, bias: Array | None, eps: float, out: Array | None = None
+) -> Array:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias `[..., dim]` (Ba et al. 2016)."""
+    mean = np.add.reduce(x, axis=-1, keepdims=True)  # [..., 1]
+    mean *= 1.0 / x.shape[-1]
     out = np.subtract(x, mean, out=out)
-    scale = _row_dot(out)  # [rows, 1]
-    scale *= 1.0 / x.shape[1]
+    scale = _row_dot(out)  # [..., 1]
+    scale *= 1.0 / x.shape[-1]
     scale += eps
     np.sqrt(scale, out=scale)
     out /= scale
-    out *= weight
+    if weight is not None:
+        out *= weight
     if bias is not None:
         out += bias
     return out
 
 
 def _row_dot(x: Array) -> Array:
-    """Return each row's sum of squares, `[rows, 1]`; a dot product a row, so rows do not depend on each other."""
-    dots: Array = np.matmul(x[:, None, :], x[:, :, None])  # [rows, 1, 1]
-    return dots[:, 0]
-
-
-def rotary_frequencies(rotary: RotaryConfig, head_dim: int) -> NDArray[np.float64]:
-    """Return the angle per position of each pair of dimensions, `[head_dim / 2] float64`."""
-    frequencies = rotary.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rotary.kind == "linear":
-        return frequencies / rotary.factor
-    if rotary.kind == "llama3":
-        return _llama3_frequencies(rotary, frequencies)
-    return frequencies
-
-
-def _llama3_frequencies(rotary: RotaryConfig, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Slow pairs are stretched by the factor, fast ones left alone, those between blended (Llama 3.1)."""
-    turns = rotary.original_context_length * frequencies / (2 * np.pi)  # turns within the original context
-    smooth = (turns - rotary.low_freq_factor) / (rotary.high_freq_factor - rotary.low_freq_factor)
-    smooth = np.clip(smooth, 0, 1)
-    return (1 - smooth) * frequencies / rotary.factor + smooth * frequencies
-
-
-def rotary_table(
-    frequencies: NDArray[np.float64], positions: NDArray[np.int64], dtype: DTypeLike
-) -> tuple[Array, Array]:
-    """Return cos `[rows, 1, 1, half]` and signed sin `[rows, 1, 2, half]` (minus for the first half) of positions."""
-    angles = positions[:, None] * frequencies  # [rows, half]
-    cos = np.cos(angles)[:, None, None, :].astype(dtype)
-    sin = np.sin(angles)
-    return cos, np.stack([-sin, sin], axis=1)[:, None].astype(dtype)
-
-
-def rotary_forward(x: Array, cos: Array, signed_sin: Array, out: Array | None = None) -> Array:
-    """Turn each pair (i, i + half) of x `[rows, heads, 2, half]` by its row's angle: (a cos - b sin, b cos + a sin)."""
-    swapped = x[:, :, ::-1] * signed_sin  # [rows, heads, 2, half]
-    out = np.multiply(x, cos, out=out)
-    out += swapped
-    return out
+    """Return each row's sum of squares, `[..., 1]`; a dot product a row, so rows do not depend on each other."""
+    dots: Array = np.matmul(x[..., None, :], x[..., :, None])  # [..., 1, 1]
+    return dots[..., 0]
 
 
 def sinusoidal_positions(positions: NDArray[np.int64], dim: int, dtype: DTypeLike) -> Array:
@@ -120,6 +108,27 @@ def softmax_forward(x: Array, out: Array | None = None) -> Array:
     return out
 
 
+def softcap_forward(x: Array, cap: float, out: Array | None = None) -> Array:
+    """Return cap * tanh(x / cap): nearly x near 0, never past the cap (Gemma 2)."""
+    out = np.multiply(x, 1.0 / cap, out=out)
+    np.tanh(out, out=out)
+    out *= cap
+    return out
+
+
+def sigmoid_forward(x: Array, out: Array | None = None) -> Array:
+    """Return 1 / (1 + exp(-x))."""
+    denominator = _exp_minus(x)
+    denominator += 1.0
+    result: Array = np.divide(1.0, denominator, out=out)
+    return result
+
+
+def _exp_minus(x: Array) -> Array:
+    """Return exp(-x), far below 0 that of a floor: it would overflow, and what divides by it is 0 to within 1e-34."""
+    return np.exp(-np.maximum(x, -80.0 if x.dtype == np.float32 else -700.0))
+
+
 def silu_forward(x: Array, out: Array | None = None) -> Array:
     """Return x * sigmoid(x) (Elfwing et al. 2017)."""
     # exp(-x) would overflow far below 0; at the floor silu is 0 to within 1e-32 already.
@@ -128,6 +137,43 @@ def silu_forward(x: Array, out: Array | None = None) -> Array:
     np.exp(denominator, out=denominator)
     denominator += 1.0
     result: Array = np.divide(x, denominator, out=out)
+    return result
+
+
+def gelu_forward(x: Array, out: Array | None = None) -> Array:
+    """Return x * Phi(x), Phi the standard normal distribution function (Hendrycks and Gimpel 2016)."""
+    phi = erf_forward(x * math.sqrt(0.5))
+    phi += 1.0
+    phi *= 0.5
+    result: Array = np.multiply(x, phi, out=out)
+    return result
+
+
+def erf_forward(x: Array) -> Array:
+    """Return the error function: within 4e-7 in float32, to the last bits, and slowly, in float64."""
+    if x.dtype != np.float32:
+        return np.array([math.erf(value) for value in x.flat], x.dtype).reshape(x.shape)
+    x = np.clip(x, -ERF_LIMIT, ERF_LIMIT)
+    square = x * x
+    result = _polynomial(ERF_NUMERATOR, square)
+    result *= x
+    result /= _polynomial(ERF_DENOMINATOR, square)
+    return result
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
+    """Return the sum of coefficients[i] * x^i by Horner's rule."""
+    result = np.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        result *= x
+        result += coefficient
+    return result
+
+
+def gelu_quick_forward(x: Array, out: Array | None = None) -> Array:
+    """Return x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+    gate = sigmoid_forward(x * 1.702)
+    result: Array = np.multiply(x, gate, out=out)
     return result
 
 
@@ -149,3 +195,10 @@ def relu_forward(x: Array, out: Array | None = None) -> Array:
     """Return max(x, 0)."""
     result: Array = np.maximum(x, 0.0, out=out)
     return result
+
+
+def relu_squared_forward(x: Array, out: Array | None = None) -> Array:
+    """Return max(x, 0)^2 (So et al. 2021)."""
+    out = np.maximum(x, 0.0, out=out)
+    out *= out
+    return out

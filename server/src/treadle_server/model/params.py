@@ -1,4 +1,4 @@
-"""Canonical parameters: their names and shapes for a config, and the immutable, versioned mapping that holds them."""
+"""Canonical parameters: the immutable, versioned mapping that holds them; names and shapes come from the plugin API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from treadle_plugin_api.backend import Array, ArrayWeight, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
+from treadle_plugin_api.parameters import Shape, param_shapes
 
-Shape = tuple[int, ...]
+__all__ = ["Params", "Shape", "check_params", "param_shapes", "random_arrays"]
 
 
 class Params(Mapping[str, Weight]):
@@ -38,23 +39,6 @@ class Params(Mapping[str, Weight]):
         return sum(weight.num_bytes for weight in self._weights.values())
 
 
-def param_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Return the shape of every canonical parameter of a config, in the order of the forward pass."""
-    shapes: dict[str, Shape] = {"embedding.weight": (config.vocab_size, config.dim)}
-    if config.positions.kind == "learned":
-        shapes["positions.weight"] = (config.context_length, config.dim)
-    for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
-            shapes[f"layers.{layer}.{name}"] = shape
-    if config.has_final_norm:
-        shapes |= _norm_shapes("final_norm", config)
-    if not config.tied_head:
-        shapes["head.weight"] = (config.vocab_size, config.dim)
-    if config.head_bias:
-        shapes["head.bias"] = (config.vocab_size,)
-    return shapes
-
-
 def check_params(config: DecoderConfig, params: Mapping[str, Weight]) -> None:
     """Raise ValueError unless the names and shapes are exactly those of the config."""
     expected = param_shapes(config)
@@ -72,29 +56,6 @@ def random_arrays(config: DecoderConfig, seed: int, scale: float = 0.05) -> dict
     for name, shape in param_shapes(config).items():
         array = rng.standard_normal(shape, np.float32)
         array *= scale
-        arrays[name] = array + 1 if name.endswith("norm.weight") else array
+        is_norm = "norm." in name and name.endswith(".weight")
+        arrays[name] = array + 1 if is_norm and not config.norm.unit_offset else array
     return arrays
-
-
-def _layer_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    attention, mlp, dim = config.attention, config.mlp, config.dim
-    query_rows = attention.num_heads * attention.head_dim
-    kv_rows = attention.num_kv_heads * attention.head_dim
-    shapes = _norm_shapes("attention_norm", config)
-    for name, rows in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
-        shapes |= _linear_shapes(f"attention.{name}", rows, dim, bias=attention.qkv_bias)
-    shapes |= _linear_shapes("attention.o", dim, query_rows, bias=attention.out_bias)
-    shapes |= _norm_shapes("mlp_norm", config)
-    for name in ("gate", "up") if mlp.gated else ("up",):
-        shapes |= _linear_shapes(f"mlp.{name}", mlp.hidden_dim, dim, bias=mlp.bias)
-    return shapes | _linear_shapes("mlp.down", dim, mlp.hidden_dim, bias=mlp.bias)
-
-
-def _norm_shapes(name: str, config: DecoderConfig) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {f"{name}.weight": (config.dim,)}
-    return shapes | ({f"{name}.bias": (config.dim,)} if config.norm.bias else {})
-
-
-def _linear_shapes(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {f"{name}.weight": (rows, columns)}
-    return shapes | ({f"{name}.bias": (rows,)} if bias else {})

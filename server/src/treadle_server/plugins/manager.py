@@ -12,9 +12,14 @@ from typing import Literal
 import pluggy
 from treadle_plugin_api import hookspecs
 from treadle_plugin_api.contract import class_problems
+from treadle_plugin_api.extras import MissingExtraError
+from treadle_plugin_api.family import Family
 
 from treadle_server.errors import PluginError
+from treadle_server.model.families.registry import FamilyRegistry, family_problems
 from treadle_server.plugins.discovery import PluginSource, installed_sources, local_sources
+from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
+from treadle_server.plugins.observers import Observers
 from treadle_server.plugins.registry import StageClass, StageEntry, StageRegistry, stage_knobs
 
 
@@ -29,6 +34,8 @@ class PluginStatus:
         status: active, blocked (on request, not even imported), or failed.
         reason: why it is not active; empty if it is.
         stages: the stages it brought, or would have brought.
+        families: the model types it brought, or would have brought.
+        lacks_extra: whether it failed because an optional dependency of its own is not installed, which is no fault.
     """
 
     name: str
@@ -37,25 +44,41 @@ class PluginStatus:
     status: Literal["active", "blocked", "failed"]
     reason: str = ""
     stages: tuple[StageEntry, ...] = ()
+    families: tuple[str, ...] = ()
+    lacks_extra: bool = False
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether it failed by a fault, its own or of what it stands beside."""
+        return self.status == "failed" and not self.lacks_extra
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What became of one source: its stages, or the reason why it has none."""
+    """What became of one source: its stages and families, or the reason why it has none."""
 
     source: PluginSource
     module: object = None
     stages: tuple[StageEntry, ...] = ()
+    families: tuple[Family, ...] = ()
     failure: str = ""
+    lacks_extra: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """What it registered, each name as others may not have it too."""
+        stages = {f"stage {stage.name!r}" for stage in self.stages}
+        return stages | {f"model_type {family.model_type!r}" for family in self.families}
 
 
 class PluginManager:
-    """Every plugin that was found, the registry of the stages they brought, and the hooks of the active ones.
+    """Every plugin that was found, the registries of what they brought, and the hooks of the active ones.
 
     Attributes:
         plugins: the status of each plugin, in the order in which they were found.
         registry: the stages of the active ones.
-        hooks: `treadle_...` hooks of the active ones.
+        families: the built-in model families and those of the active ones.
+        observers: those of the active ones that observe requests.
     """
 
     def __init__(self, sources: Iterable[PluginSource], *, blocked: Collection[str] = (), strict: bool = False) -> None:
@@ -67,8 +90,9 @@ class PluginManager:
         if strict:
             self.raise_failures()
         active = [one for one in loaded if not one.failure and one.source not in conflicts]
-        self.registry = StageRegistry(stage for one in active for stage in one.stages)
-        self.hooks = _hooks(active)
+        self.registry = StageRegistry((stage for one in active for stage in one.stages), self._reasons())
+        self.families = FamilyRegistry(family for one in active for family in one.families)
+        self.observers = Observers(_hooks(active))
 
     @classmethod
     def load(
@@ -85,9 +109,15 @@ class PluginManager:
 
     def raise_failures(self) -> None:
         """Raise PluginError if a plugin failed, with every reason."""
-        failures = [f"plugin {one.name!r}: {one.reason}" for one in self.plugins if one.status == "failed"]
+        failures = [f"plugin {one.name!r}: {one.reason}" for one in self.plugins if one.is_faulty]
         if failures:
             raise PluginError("; ".join(failures))
+
+    def _reasons(self) -> dict[str, str]:
+        """Why a stage cannot be named, by its name, or by that of the plugin that it may be in."""
+        inactive = [one for one in self.plugins if one.status != "active"]
+        names = [(one, name) for one in inactive for name in (one.name, *(stage.name for stage in one.stages))]
+        return {name: f"plugin {one.name!r} is {one.status}: {one.reason}" for one, name in names}
 
     def require_built_in(self) -> None:
         """Raise PluginError unless the selects that a chain falls back on are there."""
@@ -109,17 +139,22 @@ def _is_blocked(source: PluginSource, blocked: Collection[str]) -> bool:
 
 
 def _load(source: PluginSource) -> _Loaded:
-    """Import a plugin and collect its stages; a failure becomes a reason."""
+    """Import a plugin and collect its stages and families; a failure becomes a reason."""
     try:
         module = source.load()
-        classes = _registered_classes(source, module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, even exit; the reason is listed
-        return _Loaded(source, failure=f"{type(error).__name__}: {error}")
+        classes, families = _registered(source, module)
+    except BaseException as error:  # noqa: BLE001 - foreign code may raise anything, even exit; the reason is listed
+        reraise_interrupt(error)
+        if isinstance(error, MissingExtraError):
+            return _Loaded(source, failure=str(error), lacks_extra=True)
+        return _Loaded(source, failure=reason_of(error))
     stages = tuple(_entry(source, cls) for cls in classes if not class_problems(cls))
-    return _Loaded(source, module, stages, "; ".join(_problems(source, classes, stages)))
+    problems = [*_problems(source, classes, stages), *family_problems(families)]
+    sound = tuple(family for family in families if not family_problems([family]))
+    return _Loaded(source, module, stages, sound, "; ".join(problems))
 
 
-def _registered_classes(source: PluginSource, module: object) -> list[StageClass]:
+def _registered(source: PluginSource, module: object) -> tuple[list[StageClass], list[Family]]:
     """What the plugin registers, asked in a pluggy manager of its own: a bad hook harms no other plugin."""
     manager = _new_pluggy()
     manager.register(module, source.name)
@@ -129,8 +164,10 @@ def _registered_classes(source: PluginSource, module: object) -> list[StageClass
             "implements no treadle hook: mark one with @hookimpl, such as treadle_register_stages(register)"
         )
     classes: list[StageClass] = []
+    families: list[Family] = []
     manager.hook.treadle_register_stages(register=classes.append)
-    return list(dict.fromkeys(classes))  # the same class twice is once
+    manager.hook.treadle_register_families(register=families.append)
+    return list(dict.fromkeys(classes)), families  # the same class twice is once
 
 
 def _new_pluggy() -> pluggy.PluginManager:
@@ -166,10 +203,10 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def _conflicts(loaded: Sequence[_Loaded]) -> Mapping[PluginSource, str]:
-    """Why plugins that loaded well cannot be active beside others: each stage name has one owner."""
+    """Why plugins that loaded well cannot be active beside others: each name has one owner."""
     owners: defaultdict[str, list[PluginSource]] = defaultdict(list)
     for one in loaded:
-        for name in {stage.name for stage in one.stages}:
+        for name in one.names:
             owners[name].append(one.source)
     reasons: defaultdict[PluginSource, list[str]] = defaultdict(list)
     for name, sources in owners.items():
@@ -178,7 +215,7 @@ def _conflicts(loaded: Sequence[_Loaded]) -> Mapping[PluginSource, str]:
         for source in rivals if built_in or len(rivals) > 1 else ():
             others = [built_in] if built_in else [rival for rival in rivals if rival is not source]
             what = "is built in" if built_in else "is also registered by another plugin"
-            reasons[source].append(f"stage {name!r} of {source} {what}: {', '.join(map(str, others))}")
+            reasons[source].append(f"{name} of {source} {what}: {', '.join(map(str, others))}")
     return {source: "; ".join(all_reasons) for source, all_reasons in reasons.items()}
 
 
@@ -192,11 +229,13 @@ def _status(source: PluginSource, loaded: Sequence[_Loaded], conflicts: Mapping[
         status="blocked" if one is None else "failed" if reason else "active",
         reason=reason,
         stages=one.stages if one is not None else (),
+        families=tuple(family.model_type for family in one.families) if one is not None else (),
+        lacks_extra=one is not None and one.lacks_extra,
     )
 
 
 def _hooks(active: Sequence[_Loaded]) -> pluggy.HookRelay:
     manager = _new_pluggy()
     for one in active:
-        manager.register(one.module, f"{one.source.distribution}:{one.source.name}")
+        manager.register(one.module, f"{one.source.name} ({one.source.distribution})")
     return manager.hook

@@ -96,10 +96,14 @@ class KnobEntry:
 
 
 class StageRegistry:
-    """Stage classes by name, in the order in which they were registered."""
+    """Stage classes by name, in the order in which they were registered.
 
-    def __init__(self, entries: Iterable[StageEntry] = ()) -> None:
+    `absent` says of names that are not there why they are not, where that is known.
+    """
+
+    def __init__(self, entries: Iterable[StageEntry] = (), absent: Mapping[str, str] | None = None) -> None:
         self._entries: dict[str, StageEntry] = {}
+        self._absent = absent or {}
         for entry in entries:
             if entry.name in self._entries:
                 raise PluginError(f"two stages are called {entry.name!r}")
@@ -111,7 +115,8 @@ class StageRegistry:
         try:
             return self._entries[name]
         except KeyError:
-            raise KeyError(f"there is no stage {name!r:.80}; known stages: {', '.join(self._entries)}") from None
+            known = self._absent.get(name) or f"known stages: {', '.join(self._entries)}"
+            raise KeyError(f"there is no stage {name!r:.80}; {known}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -18,23 +18,21 @@ from collections.abc import Mapping
 from treadle_plugin_api.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, NormConfig, PositionsConfig
 from treadle_plugin_api.family import Family, TensorEntry
 from treadle_plugin_api.hf_config import HfConfig
-
-from treadle_server.model.params import param_shapes
+from treadle_plugin_api.parameters import param_shapes
 
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Return the decoder that a treadle_classic config.json describes."""
     hf = HfConfig(values)
-    hf.refuse_unless_neutral()
     hf.require("hidden_act", ("relu",))
     dim, num_heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     head_dim = hf.integer("head_dim", default=dim // num_heads)
     bias = hf.flag("attention_bias", default=False)
-    return DecoderConfig(
+    config = DecoderConfig(
         model_type="treadle_classic",
         vocab_size=hf.integer("vocab_size"),
         dim=dim,
-        num_layers=hf.integer("num_hidden_layers"),
+        num_layers=hf.num_layers(),
         context_length=hf.integer("max_position_embeddings", default=512),
         norm=NormConfig(kind="layer", eps=hf.number("layer_norm_eps", default=1e-5), bias=True, place="post"),
         positions=PositionsConfig(kind="sinusoidal"),
@@ -55,6 +53,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
         head_bias=hf.flag("head_bias", default=False),
         embedding_scale=math.sqrt(dim) if hf.flag("scale_embedding", default=False) else 1.0,
     )
+    hf.refuse_unread()
+    return config
 
 
 def tensor_table(config: DecoderConfig) -> tuple[TensorEntry, ...]:
