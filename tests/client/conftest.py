@@ -23,6 +23,8 @@ from treadle_protos.v1 import (
     sampler_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
+    trace_pb2,
+    trace_pb2_grpc,
 )
 
 WAIT_S = 20.0  # far more than any step of these tests takes, on a busy machine too
@@ -54,7 +56,7 @@ class Script:
     """What the fake server does next, and what it has seen."""
 
     failures: deque[Failure] = field(default_factory=deque)  # each fails one call, before anything else
-    events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=list)  # what a stream sends
+    events: list[ProtoMessage] = field(default_factory=list)  # what a stream sends
     after_events: Failure | None = None  # how a stream ends
     hold: bool = False  # a stream stays open after its events until the client leaves
     replies: dict[str, ProtoMessage] = field(default_factory=dict)
@@ -76,20 +78,21 @@ class FakeServicer(
     model_pb2_grpc.ModelServiceServicer,
     sampler_pb2_grpc.SamplerServiceServicer,
     server_pb2_grpc.ServerServiceServicer,
+    trace_pb2_grpc.TraceServiceServicer,
 ):
     """Every service, answering from the script."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         unary = ("Generate", "Score", "Tokenize", "Detokenize", "ListModels", "GetModel", "ListSamplers")
-        for name in (*unary, "GetServerInfo", "GetLoad"):
+        for name in (*unary, "GetServerInfo", "GetLoad", "PreviewSampling"):
             setattr(self, name, self._reply(name))
 
     def _reply(self, name: str) -> Callable[[ProtoMessage, grpc.ServicerContext], ProtoMessage]:
         def reply(request: ProtoMessage, context: grpc.ServicerContext) -> ProtoMessage:
             self.script.begin(request, context)
             self._hold(context)
-            modules = (generation_pb2, model_pb2, sampler_pb2, server_pb2)
+            modules = (generation_pb2, model_pb2, sampler_pb2, server_pb2, trace_pb2)
             empty = next(getattr(m, f"{name}Response") for m in modules if hasattr(m, f"{name}Response"))
             return self.script.replies.get(name, empty())
 
@@ -97,7 +100,7 @@ class FakeServicer(
 
     def GenerateStream(  # noqa: N802 - gRPC's name
         self, request: ProtoMessage, context: grpc.ServicerContext
-    ) -> Iterator[generation_pb2.GenerateStreamResponse]:
+    ) -> Iterator[ProtoMessage]:
         """Send the events, then hold, fail or end."""
         self.script.begin(request, context)
         if self.script.hold:
@@ -106,6 +109,10 @@ class FakeServicer(
         self._hold(context)
         if self.script.after_events is not None:
             context.abort_with_status(self.script.after_events)
+
+    def Trace(self, request: ProtoMessage, context: grpc.ServicerContext) -> Iterator[ProtoMessage]:  # noqa: N802 - too
+        """Stream as GenerateStream does."""
+        yield from self.GenerateStream(request, context)
 
     def _hold(self, context: grpc.ServicerContext) -> None:
         if self.script.hold:
@@ -148,6 +155,7 @@ def start_server() -> Iterator[StartServer]:
         model_pb2_grpc.add_ModelServiceServicer_to_server(servicer, server)
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(servicer, server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(servicer, server)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
         health = {"Check": grpc.unary_unary_rpc_method_handler(servicer.health)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),))
         address = f"127.0.0.1:{port}"

@@ -49,7 +49,9 @@ async def test_unary_calls(async_client: AsyncClient, script: Any) -> None:
     assert (await async_client.list_samplers()).plugins == ()
     assert (await async_client.server_info()).capabilities == ()
     assert await async_client.get_load() == ()
-    assert len(script.requests) == 9
+    assert list(await async_client.trace("a")) == []
+    assert len(await async_client.preview("a")) == 0
+    assert len(script.requests) == 11
 
 
 async def test_wait_ready_waits_while_the_server_loads(async_client: AsyncClient, script: Any) -> None:
@@ -129,7 +131,7 @@ async def test_close_from_another_task_ends_the_loop(async_client: AsyncClient, 
 async def test_the_deadline_is_kept(async_client: AsyncClient, story: Any, wait_left: Callable[[], bool]) -> None:
     """`timeout_s` ends the RPC on both sides."""
     story.hold = True
-    with pytest.raises(DeadlineExceededError):
+    with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.5$"):
         _ = [chunk async for chunk in async_client.stream("a", timeout_s=0.5)]
     assert await left(wait_left)
 

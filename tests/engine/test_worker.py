@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,18 @@ def test_calls_run_on_the_engine_thread_and_raise_where_they_are_awaited() -> No
     assert worker.call(lambda: 7).result(timeout=5) == 7
     with pytest.raises(ZeroDivisionError):
         worker.call(lambda: 1 // 0).result(timeout=5)
+    worker.close()
+
+
+def test_a_call_cancelled_before_its_turn_runs_nothing() -> None:
+    """Whoever no longer waits costs nothing, and the thread goes on."""
+    worker, turn, ran = EngineWorker(), threading.Event(), []
+    worker.call(turn.wait)
+    late = worker.call(lambda: ran.append(1))
+    assert late.cancel()
+    turn.set()
+    assert worker.call(lambda: 7).result(timeout=5) == 7
+    assert ran == []
     worker.close()
 
 

@@ -139,7 +139,7 @@ def test_five_megabyte_prompt_is_refused_by_its_tokens(channel: grpc.Channel) ->
     with pytest.raises(grpc.RpcError) as caught:
         stub.Generate(pb.GenerateRequest(spec=spec(text="cat " * 1_300_000)))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "tokens; the model's context is" in caught.value.details()
+    assert "tokens; there is room for" in caught.value.details()
 
 
 def test_message_over_the_limit_is_refused(channel: grpc.Channel) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from treadle_client import AsyncClient, Client, Message
+from treadle_client import AsyncClient, Client, InvalidArgumentError, Message
 from treadle_server import LanguageModel
 
 PROMPT = [5, 90, 41, 7, 200]
@@ -123,3 +123,19 @@ def test_prompt_logprobs_come_with_a_stream(client: Client) -> None:
     assert scored[0] is None
     assert scored[1:] == pytest.approx([item.logprob for item in client.score(PROMPT, model="tiny").raw_logprobs[1:]])
     assert sum(len(chunk.logprobs) for chunk in chunks) == 2
+
+
+def test_guidance_speculation_and_best_of_over_the_wire(client: Client) -> None:
+    """The engine's options travel, and a stream refuses best_of with the reason."""
+    knobs = {"model": "tiny", "seed": 3, "max_tokens": 20, "ignore_eos": True, "token_ids": True}
+    plain = client.generate(PROMPT * 3, **knobs)
+    drafted = client.generate(PROMPT * 3, **knobs, speculation="prompt_lookup", num_draft_tokens=3)
+    assert drafted.choices[0].token_ids == plain.choices[0].token_ids
+    assert drafted.choices[0].finish.usage.num_draft_tokens >= drafted.choices[0].finish.usage.num_accepted_tokens
+    guided = client.generate(PROMPT, **knobs, guidance_scale=3.0, negative_prompt="hello")
+    assert guided.choices[0].token_ids != plain.choices[0].token_ids
+    assert len(client.generate(PROMPT, **knobs, n=2, best_of=4).choices) == 2
+    with pytest.raises(InvalidArgumentError, match="refused for streams"):
+        list(client.stream(PROMPT, **knobs, best_of=2))
+    with pytest.raises(InvalidArgumentError, match="negative_prompt"):
+        client.generate(PROMPT, **knobs, guidance_scale=2.0, negative_prompt=[9999])

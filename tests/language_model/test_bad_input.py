@@ -20,7 +20,7 @@ WRONG = [
     ({"prompt": [{"role": "user"}]}, "prompt[0]", '"role" and "content"'),
     ({"prompt": "\ud800"}, "prompt", "not valid Unicode"),
     ({"prompt": [5] * 128}, "prompt", "has 128 tokens"),
-    ({"prompt": "x" * 5_000_000}, "prompt", "tokens; the model's context is 127 tokens"),
+    ({"prompt": "x" * 5_000_000}, "prompt", "tokens; there is room for 127"),
     ({"max_tokens": 0}, "max_tokens", "must be in [1, 2147483647], got 0"),
     ({"max_tokens": -1}, "max_tokens", "got -1"),
     ({"max_tokens": 2**40}, "max_tokens", "got 1099511627776"),
@@ -35,7 +35,15 @@ WRONG = [
     ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),
     ({"stop": [b"a"]}, "stop[0]", "must be a text"),
     ({"stop": ["a"] * 65}, "stop", "at most 64 entries, got 65"),
-    ({"stop": ["a" * 5000]}, "stop[0]", "5000"),
+    ({"stop": ["a" * 5000]}, "stop[0]", "at most 1024 characters, got 5000"),
+    ({"stop": ["\ud800"]}, "stop[0]", "not valid Unicode"),
+    ({"stop": 5}, "stop", "must be a list, got 5"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "must be a list, got 5"),
+    ({"order": 5}, "order", "must be a list, got 5"),
+    ({"order": ["greedy"] * 65}, "order", "at most 64 entries, got 65"),
+    ({"stages": ["top_k"] * 65}, "stages", "at most 64 entries, got 65"),
+    ({"max_tokens": 10**5000}, "max_tokens", "an integer of 16610 bits"),
+    ({"prompt": [5] * 10_000}, "prompt", "has 10000 tokens; there is room for 127: the model's context is 128"),
     ({"stop_token_ids": [300]}, "stop_token_ids[0]", "outside the vocabulary"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "outside the vocabulary"),
     ({"num_top_logprobs": 129, "logprobs": "raw"}, "num_top_logprobs", "must be in [0, 128], got 129"),
@@ -68,7 +76,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "field", "message"), WRONG, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("keywords", "field", "message"), WRONG, ids=[field for _, field, _ in WRONG])
 def test_wrong_field_is_named(model: LanguageModel, keywords: dict, field: str, message: str) -> None:
     """The error names the field, and its message the value and what was expected."""
     request = {"prompt": [5, 6], **keywords}

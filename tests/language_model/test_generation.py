@@ -11,7 +11,7 @@ import pytest
 from treadle_server import LanguageModel
 from treadle_server.engine.events import FinishReason
 from treadle_server.engine.scheduler import EngineLimits
-from treadle_server.errors import QueueFullError
+from treadle_server.errors import InvalidRequestError, QueueFullError
 from treadle_server.language_model import Delta, FinishInfo, PromptInfo
 
 PROMPT = [5, 90, 41, 7, 200]
@@ -149,9 +149,11 @@ def test_logprobs_raw_and_processed(model: LanguageModel) -> None:
         assert item.logprob == pytest.approx(expected[item.token_id], abs=1e-4)
         assert item.rank == 1 + int((row > row[item.token_id]).sum())
         assert [i for i, _ in item.top] == np.argsort(-row, kind="stable")[:5].tolist()
-    processed = model.generate(
-        PROMPT, max_tokens=1, seed=1, temperature=0.5, top_k=3, logprobs="processed", num_top_logprobs=5
-    ).choices[0].logprobs[0]
+    processed = (
+        model.generate(PROMPT, max_tokens=1, seed=1, temperature=0.5, top_k=3, logprobs="processed", num_top_logprobs=5)
+        .choices[0]
+        .logprobs[0]
+    )
     assert len(processed.top) == 3
     assert sum(np.exp(p) for _, p in processed.top) == pytest.approx(1)
 
@@ -239,6 +241,16 @@ def test_reproducible_results_do_not_depend_on_chunks_or_preemption(
     assert [c.token_ids for c in many.choices] == [c.token_ids for c in expected.choices]
 
 
+def test_memory_limit_holds_for_a_single_sequence(tiny_folder: Path, model: LanguageModel) -> None:
+    """A sequence gets the room that the memory for keys and values leaves, and a prompt past it is refused."""
+    limit = model.kv_bytes_for(64)
+    with LanguageModel.load(tiny_folder, engine_limits=EngineLimits(max_kv_bytes=limit)) as small:
+        finish = small.generate(PROMPT, ignore_eos=True).choices[0].finish
+        assert (finish.num_generated_tokens, finish.reason) == (64 - len(PROMPT), FinishReason.CONTEXT_FULL)
+        with pytest.raises(InvalidRequestError, match="bytes of keys and values"):
+            small.generate([5] * 64)
+
+
 def test_full_queue_refuses_at_once(tiny_folder: Path) -> None:
     """Beyond the limits a request is refused with the time to retry after; the others finish."""
     limits = EngineLimits(max_running=1, max_queued_requests=1)
@@ -264,9 +276,7 @@ def test_a_long_prompt_does_not_stall_a_running_stream(tiny_folder: Path) -> Non
                 break
         order: list[str] = []
         long = threading.Thread(
-            target=lambda: [
-                order.append("long") for e in model.stream([9] * 100, max_tokens=1) if isinstance(e, Delta)
-            ]
+            target=lambda: [order.append("long") for e in model.stream([9] * 100, max_tokens=1) if isinstance(e, Delta)]
         )
         long.start()
         order.extend("running" for event in running if isinstance(event, Delta))

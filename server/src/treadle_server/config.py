@@ -40,6 +40,10 @@ class ServerConfig(BaseModel):
     max_choices: Annotated[int, Field(ge=1)] = Field(128, description="largest n of a request")
     max_top_logprobs: Annotated[int, Field(ge=0)] = Field(128, description="most likely tokens listed at a position")
     max_stop_sequences: Annotated[int, Field(ge=0)] = Field(64, description="stop strings or stop tokens of a request")
+    max_trace_tokens: Annotated[int, Field(ge=1)] = Field(512, description="tokens of a traced prompt")
+    max_trace_bytes: Annotated[int, Field(ge=1)] = Field(
+        256 << 20, description="memory for the intermediates of a trace in bytes; two traces run at once"
+    )
     plugin_dirs: tuple[Path, ...] = Field((), description="folders of single-file plugins")
     no_plugins: tuple[str, ...] = Field((), description="plugins to leave out, by name")
     strict_plugins: bool = Field(False, description="whether a plugin that fails to load is fatal")
@@ -57,6 +61,8 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServerConfig:
             settings = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"cannot read the configuration {path}: it is nested too deeply") from error
     settings |= {name: value for name, value in overrides.items() if value is not None}
     try:
         return ServerConfig.model_validate(settings)

@@ -37,6 +37,8 @@ from treadle_client._models import (
     Model,
     ModelLoad,
     Plugin,
+    Preview,
+    PreviewStage,
     PromptInfo,
     Sampler,
     Samplers,
@@ -47,10 +49,12 @@ from treadle_client._models import (
     Token,
     TokenLogprob,
     TopLogprob,
+    Trace,
     Usage,
 )
-from treadle_client._options import GenerationOptions, Prompt, StageLike
+from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, StageLike
 from treadle_client._stream import Stream
+from treadle_client._tensors import Tensor
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -74,6 +78,9 @@ __all__ = [
     "NotFoundError",
     "PermissionDeniedError",
     "Plugin",
+    "Preview",
+    "PreviewOptions",
+    "PreviewStage",
     "Prompt",
     "PromptInfo",
     "QueueFullError",
@@ -86,11 +93,13 @@ __all__ = [
     "Stage",
     "StageLike",
     "Stream",
+    "Tensor",
     "Timings",
     "TlsOptions",
     "Token",
     "TokenLogprob",
     "TopLogprob",
+    "Trace",
     "TreadleClientError",
     "UnauthenticatedError",
     "UnavailableError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -24,8 +24,19 @@ from treadle_client._channel import (
 )
 from treadle_client._client import POLL_S
 from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
-from treadle_client._models import Generation, Message, Model, ModelLoad, Samplers, Score, ServerInfo, Token
-from treadle_client._options import GenerationOptions, Prompt
+from treadle_client._models import (
+    Generation,
+    Message,
+    Model,
+    ModelLoad,
+    Preview,
+    Samplers,
+    Score,
+    ServerInfo,
+    Token,
+    Trace,
+)
+from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, make_preview_request
 from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 
@@ -116,6 +127,34 @@ class AsyncClient:
         response = await self._call(self._open_stubs().generation.Detokenize, request, timeout_s)
         return str(response.text)
 
+    async def trace(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        adapter: str | None = None,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Trace:
+        """As `Client.trace`."""
+        request = _convert.trace_request(prompt, model=model, adapter=adapter, layers=layers, what=what)
+        responses = await self._call(_collected(self._open_stubs().trace.Trace), request, timeout_s)
+        return _convert.trace_from_proto(responses)
+
+    async def preview(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        logits: Sequence[float] | None = None,
+        timeout_s: float | None = None,
+        **knobs: Unpack[PreviewOptions],
+    ) -> Preview:
+        """As `Client.preview`."""
+        request = make_preview_request(prompt, logits, knobs)
+        response = await self._call(self._open_stubs().trace.PreviewSampling, request, timeout_s)
+        return _convert.preview_from_proto(response)
+
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """As `Client.list_models`."""
         response = await self._call(self._open_stubs().model.ListModels, model_pb2.ListModelsRequest(), timeout_s)
@@ -182,7 +221,7 @@ class AsyncClient:
             try:
                 return await method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, attempts.timeout_s)
                 delay_s = attempts.next_delay_s(failure)
                 if delay_s is None:
                     raise failure from error
@@ -194,10 +233,19 @@ class AsyncClient:
                 b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
-            failure = from_rpc_error(error)
+            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
             if isinstance(failure, UnavailableError):
                 return False
             if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
                 return True
             raise failure from error
         return says_serving(reply)
+
+
+def _collected(method: Any) -> Callable[..., Awaitable[list[Any]]]:
+    """Return a method that takes what another one streams all at once."""
+
+    async def call(request: Any, **keywords: Any) -> list[Any]:
+        return [response async for response in method(request, **keywords)]
+
+    return call

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import grpc
-from treadle_protos.v1 import generation_pb2_grpc, model_pb2_grpc, sampler_pb2_grpc, server_pb2_grpc
+from treadle_protos.v1 import generation_pb2_grpc, model_pb2_grpc, sampler_pb2_grpc, server_pb2_grpc, trace_pb2_grpc
 
 from treadle_client._exceptions import InvalidArgumentError, Violation
 from treadle_client._fields import refuse, to_float, to_int, to_text
@@ -157,6 +157,7 @@ class Stubs:
         self.model = over_channel(model_pb2_grpc.ModelServiceStub)
         self.sampler = over_channel(sampler_pb2_grpc.SamplerServiceStub)
         self.server = over_channel(server_pb2_grpc.ServerServiceStub)
+        self.trace = over_channel(trace_pb2_grpc.TraceServiceStub)
         self.health_check = channel.unary_unary(_HEALTH_CHECK)
 
 

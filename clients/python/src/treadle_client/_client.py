@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
@@ -20,8 +20,19 @@ from treadle_client._channel import (
     says_serving,
 )
 from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
-from treadle_client._models import Generation, Message, Model, ModelLoad, Samplers, Score, ServerInfo, Token
-from treadle_client._options import GenerationOptions, Prompt
+from treadle_client._models import (
+    Generation,
+    Message,
+    Model,
+    ModelLoad,
+    Preview,
+    Samplers,
+    Score,
+    ServerInfo,
+    Token,
+    Trace,
+)
+from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, make_preview_request
 from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 from treadle_client._stream import Stream
@@ -135,6 +146,51 @@ class Client:
         response = self._call(self._open_stubs().generation.Detokenize, request, timeout_s)
         return str(response.text)
 
+    def trace(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        adapter: str | None = None,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Trace:
+        """Run one forward pass over a prompt and return its named intermediates, all of them or those asked for.
+
+        Args:
+            prompt: a text, a list of token ids, or a list of messages.
+            model: name of a served model; may be left out when the server has one only.
+            adapter: name of a loaded adapter.
+            layers: layers to show, from 0; all when None. What is outside all layers is not affected.
+            what: name or names to show; all when None. A name stands for every intermediate that has it as whole dotted
+                parts: `logits`, `attention`, `attention.weights`, `q`, `layers.3`; `*` is any text.
+            timeout_s: see the class.
+        """
+        request = _convert.trace_request(prompt, model=model, adapter=adapter, layers=layers, what=what)
+        responses = self._call(_collected(self._open_stubs().trace.Trace), request, timeout_s)
+        return _convert.trace_from_proto(responses)
+
+    def preview(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        logits: Sequence[float] | None = None,
+        timeout_s: float | None = None,
+        **knobs: Unpack[PreviewOptions],
+    ) -> Preview:
+        """Run a sampling chain once and return the distribution after every stage.
+
+        Args:
+            prompt: what the model continues; a text, a list of token ids, or a list of messages.
+            logits: in place of a prompt, the row to start from, one number a token; minus infinity masks a token.
+            timeout_s: see the class.
+            knobs: see PreviewOptions; only what is given acts.
+        """
+        request = make_preview_request(prompt, logits, knobs)
+        response = self._call(self._open_stubs().trace.PreviewSampling, request, timeout_s)
+        return _convert.preview_from_proto(response)
+
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """Return the served models."""
         response = self._call(self._open_stubs().model.ListModels, model_pb2.ListModelsRequest(), timeout_s)
@@ -198,7 +254,7 @@ class Client:
             try:
                 return method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, attempts.timeout_s)
                 delay_s = attempts.next_delay_s(failure)
                 if delay_s is None:
                     raise failure from error
@@ -210,10 +266,15 @@ class Client:
                 b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
-            failure = from_rpc_error(error)
+            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
             if isinstance(failure, UnavailableError):
                 return False
             if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
                 return True
             raise failure from error
         return says_serving(reply)
+
+
+def _collected(method: Any) -> Callable[..., list[Any]]:
+    """Return a method that takes what another one streams all at once."""
+    return lambda request, **keywords: list(method(request, **keywords))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
-from treadle_protos.v1 import generation_pb2, model_pb2, sampler_pb2, server_pb2, value_pb2
+from treadle_protos.v1 import generation_pb2, model_pb2, sampler_pb2, server_pb2, trace_pb2, value_pb2
 
 from treadle_client._fields import enum_names, set_field
 from treadle_client._models import (
@@ -18,6 +18,8 @@ from treadle_client._models import (
     Model,
     ModelLoad,
     Plugin,
+    Preview,
+    PreviewStage,
     PromptInfo,
     Sampler,
     Samplers,
@@ -28,9 +30,11 @@ from treadle_client._models import (
     Token,
     TokenLogprob,
     TopLogprob,
+    Trace,
     Usage,
 )
 from treadle_client._options import make_spec, set_prompt
+from treadle_client._tensors import make_array, make_vector
 
 _Request = TypeVar("_Request", bound=Message)
 
@@ -67,6 +71,13 @@ def detokenize_request(**fields: object) -> generation_pb2.DetokenizeRequest:
 def get_model_request(**fields: object) -> model_pb2.GetModelRequest:
     """Make the request of `get_model`; fields that are None stay unset."""
     return _with_fields(model_pb2.GetModelRequest(), fields)
+
+
+def trace_request(prompt: object, *, what: object, **fields: object) -> trace_pb2.TraceRequest:
+    """Make the request of `trace`; fields that are None stay unset, and `what` may be one name."""
+    request = trace_pb2.TraceRequest()
+    set_prompt(request, prompt)
+    return _with_fields(request, {**fields, "what": [what] if isinstance(what, str) else what})
 
 
 def _with_fields(request: _Request, fields: Mapping[str, object]) -> _Request:
@@ -156,6 +167,8 @@ def finish_from_proto(info: generation_pb2.FinishInfo) -> Finish:
             num_prompt_tokens=info.usage.num_prompt_tokens,
             num_generated_tokens=info.usage.num_generated_tokens,
             num_cached_tokens=info.usage.num_cached_tokens,
+            num_draft_tokens=info.usage.num_draft_tokens,
+            num_accepted_tokens=info.usage.num_accepted_tokens,
         ),
         timings=Timings(
             queue_s=_seconds(info.timings.queue),
@@ -265,6 +278,8 @@ def server_info_from_proto(response: server_pb2.GetServerInfoResponse) -> Server
             max_choices=limits.max_choices,
             max_top_logprobs=limits.max_top_logprobs,
             max_stop_sequences=limits.max_stop_sequences,
+            max_trace_tokens=limits.max_trace_tokens,
+            max_trace_bytes=limits.max_trace_bytes,
         ),
         uptime_s=_seconds(response.uptime),
     )
@@ -283,4 +298,50 @@ def load_from_proto(response: server_pb2.GetLoadResponse) -> tuple[ModelLoad, ..
             num_generated_tokens=load.num_generated_tokens,
         )
         for load in response.models
+    )
+
+
+def trace_from_proto(responses: Iterable[trace_pb2.TraceResponse]) -> Trace:
+    """Join the messages of a trace."""
+    info = trace_pb2.TraceInfo()
+    parts: dict[str, list[trace_pb2.TensorPart]] = {}
+    for response in responses:
+        if response.WhichOneof("event") == "info":
+            info = response.info
+        else:
+            parts.setdefault(response.part.name, []).append(response.part)
+    return Trace(
+        model=info.model,
+        weight_version=info.weight_version,
+        token_ids=tuple(info.token_ids),
+        tokens=tuple(info.tokens),
+        tensors={name: _array(found) for name, found in parts.items()},
+    )
+
+
+def _array(parts: Sequence[trace_pb2.TensorPart]) -> Any:
+    data = b"".join(part.data for part in sorted(parts, key=lambda part: part.offset))
+    return make_array(parts[0].dtype, tuple(parts[0].shape), data)
+
+
+def preview_from_proto(response: trace_pb2.PreviewSamplingResponse) -> Preview:
+    """Convert the answer of `preview`."""
+    return Preview(
+        stages=tuple(_preview_stage(stage, response.vocab_size) for stage in response.stages),
+        initial=_preview_stage(response.initial, response.vocab_size),
+        chosen=response.chosen_token_id,
+        seed=response.seed,
+        knobs=values_from_proto(response.knobs),
+    )
+
+
+def _preview_stage(result: trace_pb2.StageDistribution, vocab_size: int) -> PreviewStage:
+    probabilities = [0.0] * vocab_size
+    for token_id, probability in zip(result.kept_ids, result.probabilities, strict=True):
+        probabilities[token_id] = probability
+    return PreviewStage(
+        stage=result.stage.name,
+        parameters=values_from_proto(result.stage.parameters),
+        probabilities=make_vector("float64", probabilities),
+        kept=make_vector("int64", result.kept_ids),
     )

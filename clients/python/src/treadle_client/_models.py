@@ -6,8 +6,9 @@ characters. Fields that were not asked for are empty tuples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class Usage:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +231,8 @@ class Limits:
     max_choices: int
     max_top_logprobs: int
     max_stop_sequences: int
+    max_trace_tokens: int
+    max_trace_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,3 +257,77 @@ class ModelLoad:
     kv_cache_bytes: int
     max_kv_cache_bytes: int
     num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace(Mapping[str, Any]):
+    """The intermediates of one forward pass by name, in the order in which they were computed.
+
+    The values are NumPy arrays where NumPy is installed, Tensors otherwise: `[tokens, ...]`, or `[heads, tokens, ...]`
+    for those of each head.
+
+    Attributes:
+        model: name of the model.
+        weight_version: version of its weights.
+        token_ids: ids of the prompt, BOS included.
+        tokens: the tokens' own bytes.
+        tensors: the arrays.
+    """
+
+    model: str
+    weight_version: int
+    token_ids: tuple[int, ...]
+    tokens: tuple[bytes, ...]
+    tensors: Mapping[str, Any] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreviewStage:
+    """The distribution after one stage of a chain.
+
+    `probabilities` has one number a vocabulary id, summing to 1, and `kept` the ids of the tokens that are not masked,
+    ascending: NumPy arrays where NumPy is installed, tuples otherwise.
+    """
+
+    stage: str
+    parameters: Mapping[str, object]
+    probabilities: Any = field(repr=False)
+    kept: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Preview(Sequence[PreviewStage]):
+    """What a sampling chain makes of a row of logits: a sequence of its stages, the last of which chooses.
+
+    Attributes:
+        stages: the distribution after each stage; after the last, the one the token is drawn from.
+        initial: the distribution before the first stage, called `logits`.
+        chosen: the token that the seed chooses.
+        seed: the seed used, given or drawn.
+        knobs: the value in force of every plain knob.
+    """
+
+    stages: tuple[PreviewStage, ...]
+    initial: PreviewStage
+    chosen: int
+    seed: int
+    knobs: Mapping[str, object]
+
+    @overload
+    def __getitem__(self, index: int) -> PreviewStage: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[PreviewStage, ...]: ...
+    def __getitem__(self, index: int | slice) -> PreviewStage | tuple[PreviewStage, ...]:
+        return self.stages[index]
+
+    def __len__(self) -> int:
+        return len(self.stages)

@@ -1,7 +1,7 @@
-"""The keywords of a generation, and the one place that turns them into a GenerationSpec.
+"""The keywords of a generation and of a preview, and the one place that turns them into messages.
 
-A keyword is a field of GenerationSpec or of one of its three groups, by the same name; its type and range come from the
-proto. So a new plain knob is one field in the proto and one line in `GenerationOptions`.
+A keyword is a field of the message or of one of its groups, by the same name; its type and range come from the proto.
+So a new plain knob is one field in the proto and one line in `ChainOptions`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 from treadle_protos.v1.generation_pb2 import GenerationSpec
+from treadle_protos.v1.trace_pb2 import PreviewSamplingRequest
 
 from treadle_client._exceptions import InvalidArgumentError, Violation
 from treadle_client._fields import refuse, set_field, to_items, to_text, to_token_ids, to_value
@@ -22,8 +23,8 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message | Mapping[str, str]]
 StageLike: TypeAlias = str | tuple[str, Mapping[str, object]] | Stage
 
 
-class GenerationOptions(TypedDict, total=False):
-    """Keywords of `stream` and `generate`; one left out or None is unset and takes the server's default."""
+class ChainOptions(TypedDict, total=False):
+    """Keywords of everything that runs a sampling chain."""
 
     model: str | None  # name of a served model; may be left out when the server has one only
     adapter: str | None  # name of a loaded adapter
@@ -34,11 +35,16 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None  # 0 to 2**64 - 1; drawn by the server when unset, and returned
     stages: Sequence[StageLike] | None  # stages added by name: names, (name, parameters) pairs or Stage objects
     order: Sequence[str] | None  # names of all stages of the chain, in the order to run them
+    min_tokens: int | None  # 0 or more tokens before which nothing ends the choice
+    stop_token_ids: Sequence[int] | None  # tokens that end the choice
+
+
+class GenerationOptions(ChainOptions, total=False):
+    """Keywords of `stream` and `generate`; one left out or None is unset and takes the server's default."""
+
     use_model_defaults: bool | None  # whether unset knobs take the model's own defaults; true when unset
     max_tokens: int | None  # 1 or more; the room left in the context when unset
-    min_tokens: int | None  # 0 or more tokens before which nothing ends the choice
     stop: str | Sequence[str] | None  # texts that end the choice
-    stop_token_ids: Sequence[int] | None  # tokens that end the choice
     ignore_eos: bool | None  # whether to go on past end-of-sequence tokens
     logprobs: Literal["raw", "processed"] | None  # log-probability of each token: the model's, or the one drawn from
     top_logprobs: int | None  # number of most likely tokens to list at each position
@@ -48,6 +54,19 @@ class GenerationOptions(TypedDict, total=False):
     include_stop: bool | None  # keeps the stop string or token that matched in the text
     special_tokens: bool | None  # shows special tokens in the text
     n: int | None  # number of choices
+    best_of: int | None  # choices to generate, of which the best n come back; not for streams
+    guidance_scale: float | None  # turns the text away from negative_prompt; 1 leaves the model as it is
+    negative_prompt: Prompt | None  # what guidance turns away from; the prompt's last token when unset
+    speculation: Literal["prompt_lookup", "draft_model"] | None  # drafts tokens, which changes the speed only
+    num_draft_tokens: int | None  # tokens drafted for a step at most
+
+
+class PreviewOptions(ChainOptions, total=False):
+    """Keywords of `preview`; one left out or None is off: no defaults of a model come in."""
+
+    prompt_ids: Sequence[int] | None  # with logits: the prompt that the stages see
+    output_ids: Sequence[int] | None  # tokens that count as generated already
+    eos_ids: Sequence[int] | None  # tokens that end a text for the stages
 
 
 _GROUPS: Final = ("sampling", "stopping", "response")
@@ -55,13 +74,22 @@ _FIELD_OF_KEYWORD: Final = MappingProxyType({"top_logprobs": "num_top_logprobs"}
 
 
 def option_paths() -> dict[str, tuple[str, str]]:
-    """Return the group (empty for the spec itself) and the proto field of every keyword."""
+    """Return the group (empty for the spec itself) and the proto field of every keyword of a generation."""
+    return _paths(GenerationSpec.DESCRIPTOR, _GROUPS)
+
+
+def preview_paths() -> dict[str, tuple[str, str]]:
+    """Return the group and the proto field of every keyword of a preview."""
+    paths = _paths(PreviewSamplingRequest.DESCRIPTOR, ("sampling",))
+    return {name: path for name, path in paths.items() if name != "use_model_defaults"}
+
+
+def _paths(descriptor: Any, groups: Sequence[str]) -> dict[str, tuple[str, str]]:
     keyword_of = {field: keyword for keyword, field in _FIELD_OF_KEYWORD.items()}
-    fields = GenerationSpec.DESCRIPTOR.fields_by_name
-    paths = {name: ("", name) for name, field in fields.items() if name not in _GROUPS and not _is_prompt(field)}
-    for group in _GROUPS:
-        message: Any = fields[group].message_type
-        paths |= {keyword_of.get(name, name): (group, name) for name in message.fields_by_name}
+    fields = descriptor.fields_by_name
+    paths = {name: ("", name) for name, field in fields.items() if name not in groups and not _is_prompt(field)}
+    for group in groups:
+        paths |= {keyword_of.get(name, name): (group, name) for name in fields[group].message_type.fields_by_name}
     return paths
 
 
@@ -76,12 +104,36 @@ def make_spec(prompt: object, options: Mapping[str, object]) -> GenerationSpec:
         TypeError: for a keyword that does not exist; it suggests the nearest one.
         InvalidArgumentError: for values that cannot be sent, with one violation each.
     """
-    paths = option_paths()
-    _check_names(options, paths)
     spec = GenerationSpec()
-    given = {keyword: value for keyword, value in options.items() if value is not None}
-    _run_all([partial(set_prompt, spec, prompt), *(partial(_set_option, spec, paths[k], v) for k, v in given.items())])
+    _fill(spec, [partial(set_prompt, spec, prompt)], option_paths(), options)
     return spec
+
+
+def make_preview_request(prompt: object, logits: object, options: Mapping[str, object]) -> PreviewSamplingRequest:
+    """Return the request for a prompt or logits and keywords; errors as for `make_spec`."""
+    request = PreviewSamplingRequest()
+    if prompt is not None and logits is not None:
+        raise refuse("prompt", "no prompt beside logits", prompt)
+    start = []
+    if prompt is not None:
+        start.append(partial(set_prompt, request, prompt))
+    if logits is not None:
+        request.logits.SetInParent()
+        start.append(partial(set_field, request.logits, "values", logits, "logits"))
+    _fill(request, start, preview_paths(), options)
+    return request
+
+
+def _fill(
+    message: Any,
+    start: Sequence[Callable[[], None]],
+    paths: Mapping[str, tuple[str, str]],
+    options: Mapping[str, object],
+) -> None:
+    """Run the first steps and set what the keywords say, each in its place."""
+    _check_names(options, paths)
+    given = {keyword: value for keyword, value in options.items() if value is not None}
+    _run_all([*start, *(partial(_set_option, message, paths[k], v) for k, v in given.items())])
 
 
 def _check_names(options: Mapping[str, object], paths: Mapping[str, object]) -> None:
@@ -105,11 +157,13 @@ def _run_all(steps: Sequence[Callable[[], None]]) -> None:
         raise InvalidArgumentError.of(violations)
 
 
-def _set_option(spec: GenerationSpec, path: tuple[str, str], value: object) -> None:
+def _set_option(spec: Any, path: tuple[str, str], value: object) -> None:
     group, name = path
     message: Any = getattr(spec, group) if group else spec
     full_name = f"{group}.{name}" if group else name
-    if name == "stages":
+    if name == "negative_prompt":
+        set_prompt(spec.negative_prompt, value)
+    elif name == "stages":
         _set_stages(message, value, full_name)
     elif name == "stop" and isinstance(value, str):
         set_field(message, name, [value], full_name)
@@ -143,7 +197,7 @@ def _set_parameters(message: Any, parameters: object, path: str) -> None:
 
 
 def set_prompt(target: Any, prompt: object) -> None:
-    """Set the prompt of a GenerationSpec, ScoreRequest or TokenizeRequest (which takes no token ids)."""
+    """Set the prompt of a message that takes one; a TokenizeRequest takes no token ids."""
     if isinstance(prompt, str):
         target.text = to_text(prompt, "text")
         return

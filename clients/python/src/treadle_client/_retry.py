@@ -24,6 +24,7 @@ class Attempts:
         self._retries = retries
         self._used = 0
         self._clock = clock
+        self.timeout_s = timeout_s
         self._end_s = None if timeout_s is None else clock() + timeout_s
 
     def remaining_s(self) -> float | None:

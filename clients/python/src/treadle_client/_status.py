@@ -48,14 +48,18 @@ _CLASSES: Final[Mapping[Any, type[TreadleClientError]]] = MappingProxyType(
 )
 
 
-def from_rpc_error(error: Any) -> TreadleClientError:
+def from_rpc_error(error: Any, timeout_s: float | None = None, awaited: str = "complete answer") -> TreadleClientError:
     """Turn a failed RPC into the exception that users catch.
 
     Args:
         error: what grpc or grpc.aio raised: code, details and trailing metadata.
+        timeout_s: seconds that the call had; None for no limit.
+        awaited: what did not come in that time.
     """
     message = error.details() or ""
     cls = _error_class(error.code(), message)
+    if cls is DeadlineExceededError and timeout_s is not None:
+        return cls(f"no {awaited} within timeout_s={timeout_s:g}")
     details = _details(error)
     arguments: dict[str, Any] = {}
     for detail in details.details if details else ():

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle_protos/v1/server.proto\x12\x11treadle_protos.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.treadle_protos.v1.Limits\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xa6\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_sequences\x18\x06 \x01(\r\"\x10\n\x0eGetLoadRequest\"?\n\x0fGetLoadResponse\x12,\n\x06models\x18\x01 \x03(\x0b\x32\x1c.treadle_protos.v1.ModelLoad\"\xc5\x01\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x14num_waiting_requests\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x1d\n\x15num_running_sequences\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12max_kv_cache_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x32\xc5\x01\n\rServerService\x12\x62\n\rGetServerInfo\x12\'.treadle_protos.v1.GetServerInfoRequest\x1a(.treadle_protos.v1.GetServerInfoResponse\x12P\n\x07GetLoad\x12!.treadle_protos.v1.GetLoadRequest\x1a\".treadle_protos.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etreadle_protos/v1/server.proto\x12\x11treadle_protos.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\x12)\n\x06limits\x18\x04 \x01(\x0b\x32\x19.treadle_protos.v1.Limits\x12)\n\x06uptime\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd9\x01\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x04\x12\x1b\n\x13max_queued_requests\x18\x02 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bmax_choices\x18\x04 \x01(\r\x12\x18\n\x10max_top_logprobs\x18\x05 \x01(\r\x12\x1a\n\x12max_stop_sequences\x18\x06 \x01(\r\x12\x18\n\x10max_trace_tokens\x18\x07 \x01(\r\x12\x17\n\x0fmax_trace_bytes\x18\x08 \x01(\x04\"\x10\n\x0eGetLoadRequest\"?\n\x0fGetLoadResponse\x12,\n\x06models\x18\x01 \x03(\x0b\x32\x1c.treadle_protos.v1.ModelLoad\"\xc5\x01\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1c\n\x14num_waiting_requests\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x1d\n\x15num_running_sequences\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12max_kv_cache_bytes\x18\x06 \x01(\x04\x12\x1c\n\x14num_generated_tokens\x18\x07 \x01(\x04\x32\xc5\x01\n\rServerService\x12\x62\n\rGetServerInfo\x12\'.treadle_protos.v1.GetServerInfoRequest\x1a(.treadle_protos.v1.GetServerInfoResponse\x12P\n\x07GetLoad\x12!.treadle_protos.v1.GetLoadRequest\x1a\".treadle_protos.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,13 +37,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFORESPONSE']._serialized_start=110
   _globals['_GETSERVERINFORESPONSE']._serialized_end=284
   _globals['_LIMITS']._serialized_start=287
-  _globals['_LIMITS']._serialized_end=453
-  _globals['_GETLOADREQUEST']._serialized_start=455
-  _globals['_GETLOADREQUEST']._serialized_end=471
-  _globals['_GETLOADRESPONSE']._serialized_start=473
-  _globals['_GETLOADRESPONSE']._serialized_end=536
-  _globals['_MODELLOAD']._serialized_start=539
-  _globals['_MODELLOAD']._serialized_end=736
-  _globals['_SERVERSERVICE']._serialized_start=739
-  _globals['_SERVERSERVICE']._serialized_end=936
+  _globals['_LIMITS']._serialized_end=504
+  _globals['_GETLOADREQUEST']._serialized_start=506
+  _globals['_GETLOADREQUEST']._serialized_end=522
+  _globals['_GETLOADRESPONSE']._serialized_start=524
+  _globals['_GETLOADRESPONSE']._serialized_end=587
+  _globals['_MODELLOAD']._serialized_start=590
+  _globals['_MODELLOAD']._serialized_end=787
+  _globals['_SERVERSERVICE']._serialized_start=790
+  _globals['_SERVERSERVICE']._serialized_end=987
 # @@protoc_insertion_point(module_scope)

@@ -25,20 +25,24 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., protocol_version: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_message_bytes", "max_queued_requests", "max_queued_tokens", "max_choices", "max_top_logprobs", "max_stop_sequences")
+    __slots__ = ("max_message_bytes", "max_queued_requests", "max_queued_tokens", "max_choices", "max_top_logprobs", "max_stop_sequences", "max_trace_tokens", "max_trace_bytes")
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TRACE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TRACE_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_queued_requests: int
     max_queued_tokens: int
     max_choices: int
     max_top_logprobs: int
     max_stop_sequences: int
-    def __init__(self, max_message_bytes: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_choices: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ...) -> None: ...
+    max_trace_tokens: int
+    max_trace_bytes: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., max_choices: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_stop_sequences: _Optional[int] = ..., max_trace_tokens: _Optional[int] = ..., max_trace_bytes: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

@@ -16,6 +16,7 @@ from treadle_plugin_api.sampling import Kind
 from treadle_server.engine.chain_parameters import ParameterError, build_stage
 from treadle_server.engine.chain_stages import ResolvedStage, StageSpec
 from treadle_server.errors import InvalidRequestError, StageError, Violation
+from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.registry import KnobEntry, StageEntry, StageRegistry
 
 # At or under this a temperature means greedy: a draw has long been the argmax, and the division would overflow.
@@ -146,8 +147,9 @@ class ChainResolver:
             return _Candidate(entry, build_stage(entry.cls, spec.parameters), spec.explicit, path, named=True)
         except ParameterError as error:
             self.violations += error.violations(f"{path}.parameters")
-        except Exception as error:
-            raise StageError(entry.plugin, entry.name, f"raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            reraise_interrupt(error)
+            raise StageError(entry.plugin, entry.name, f"raised {reason_of(error)}") from error
         return None
 
     def _entry(self, path: str, name: str) -> StageEntry | None:
@@ -261,10 +263,11 @@ class ChainResolver:
             candidate.stage.check(self.model_info)
         except ValueError as error:
             path = f"{candidate.field}.parameters" if candidate.field.startswith("stages") else candidate.field
-            self._refuse(path, str(error))
-        except (Exception, SystemExit) as error:
+            self._refuse(path, reason_of(error).removeprefix("ValueError: "))
+        except BaseException as error:
+            reraise_interrupt(error)
             entry = candidate.entry
-            raise StageError(entry.plugin, entry.name, f"raised {type(error).__name__}: {error}") from error
+            raise StageError(entry.plugin, entry.name, f"raised {reason_of(error)}") from error
 
 
 def _rank(entry: StageEntry) -> tuple[int, int]:

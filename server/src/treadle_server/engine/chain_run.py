@@ -20,10 +20,11 @@ from treadle_plugin_api.contract import choice_problem, largest_problem, output_
 
 from treadle_server.engine.chain_stages import ResolvedStage
 from treadle_server.errors import NonFiniteLogitsError, StageError
+from treadle_server.plugins.foreign_code import reraise_interrupt
 
 _LOG = logging.getLogger(__name__)
 
-# Called after each stage with its logits [vocab] (the input for a select) and the seconds it took.
+# Called after each sound stage with its logits [vocab] (the input for a select) and the seconds it took.
 StageObserver = Callable[[ResolvedStage, Logits, float], None]
 
 
@@ -174,13 +175,14 @@ class _Run:
         started_s = time.perf_counter() if self._observe else 0.0
         try:
             result = resolved.stage.apply(row.shown(), context, row.state)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: the row fails, the others go on
+        except BaseException as error:  # noqa: BLE001 - foreign code: the row fails, the others go on
+            reraise_interrupt(error)
             self._finish(row, resolved.error(error))
             return
-        self._note(row, started_s, result)
         if (problem := _problem(row, result)) is not None:
             self._finish(row, resolved.error(problem))
         else:
+            self._note(row, started_s, result)
             self._pass_on(row, result)
 
     def _advance_together(self, waiting: Sequence[_Row]) -> None:
@@ -211,7 +213,8 @@ class _Run:
             # Nothing but one array of its own: rows that are lent buffers would be lent again.
             sound = type(results) is np.ndarray and len(results) == len(group)
             failed = not sound or any(map(_problem, group, results))
-        except (Exception, SystemExit):  # noqa: BLE001 - foreign code: row by row will tell which row is to blame
+        except BaseException as error:  # noqa: BLE001 - foreign code: row by row will tell which row is to blame
+            reraise_interrupt(error)
             _LOG.debug("apply_batch of stage %r raised", cls.name, exc_info=True)
             failed = True
         self._buffers.settle((), None)
@@ -259,7 +262,8 @@ class _Run:
         resolved, context = row.stage, self._enter(row)
         try:
             drawn_from = cast("Select", resolved.stage).distribution(row.shown(), context, row.state)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code
+        except BaseException as error:  # noqa: BLE001 - foreign code
+            reraise_interrupt(error)
             return resolved.error(error)
         if not resolved.entry.built_in and (problem := output_problem(row.logits, drawn_from)) is not None:
             return resolved.error(problem)

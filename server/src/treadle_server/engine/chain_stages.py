@@ -11,9 +11,8 @@ from treadle_plugin_api.contract import has_override
 from treadle_plugin_api.sampling import Kind
 
 from treadle_server.errors import StageError
+from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.registry import StageEntry
-
-_LONGEST_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,12 @@ class ResolvedStage:
     def error(self, reason: str | BaseException) -> StageError:
         """The error that names this stage and its plugin."""
         if isinstance(reason, BaseException):
-            reason = f"raised {type(reason).__name__}: {reason}"
-        return StageError(self.plugin, self.name, reason[:_LONGEST_REASON])
+            reason = f"raised {reason_of(reason)}"
+        return StageError(self.plugin, self.name, reason)
 
     def _guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            reraise_interrupt(error)
             raise self.error(error) from error

@@ -18,12 +18,15 @@ from treadle_server.engine.events import (
     RequestFailed,
     TokenLogprob,
 )
+from treadle_server.engine.guidance import guided_logits
 from treadle_server.engine.logprobs import prompt_logprobs, token_logprob
 from treadle_server.engine.request import GenerationRequest, LogprobsMode
 from treadle_server.engine.scheduler import EngineLimits, Scheduled, Scheduler
 from treadle_server.engine.sequence import ActiveRequest, Deliver, Sequence
+from treadle_server.engine.speculation import Drafter, DraftModel, PromptLookup, Speculation
 from treadle_server.errors import EngineError, NonFiniteLogitsError, TreadleError
 from treadle_server.model.decoder import Decoder
+from treadle_server.model.kv_cache import KVCache
 
 # Rows of logits made at once when a whole prompt is scored: 32 x 150k float32 are 20 MB, however long the prompt.
 _SCORED_ROWS = 32
@@ -47,8 +50,13 @@ class Engine:
     `submit` may be called from any thread; `step` and `fail_all` belong to the engine thread.
     """
 
-    def __init__(self, decoder: Decoder, limits: EngineLimits | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, limits: EngineLimits | None = None, draft_model: DraftModel | None = None
+    ) -> None:
         self.decoder = decoder
+        self._drafters: dict[Speculation, Drafter] = {Speculation.PROMPT_LOOKUP: PromptLookup()}
+        if draft_model is not None:
+            self._drafters[Speculation.DRAFT_MODEL] = draft_model
         self.scheduler = Scheduler(limits or EngineLimits())
         self.num_generated_tokens = 0
         self._buffers = BufferPool()
@@ -62,8 +70,15 @@ class Engine:
             UnavailableError: the engine takes no more requests.
         """
         active = ActiveRequest(request, deliver)
-        self.scheduler.admit(Sequence(active, 0, self.decoder.new_cache()))
+        self.scheduler.admit(Sequence(active, 0, *self._new_caches(request)))
         return active
+
+    def _new_caches(self, request: GenerationRequest) -> list[KVCache]:
+        """Return an empty cache for each lane of a sequence."""
+        lengths = [request.max_length]
+        if request.guidance is not None:
+            lengths.append(len(request.guidance.negative_ids) + request.max_tokens)
+        return [self.decoder.new_cache(max_tokens=length) for length in lengths]
 
     def load(self) -> EngineLoad:
         """Return how busy the engine is; may be called from any thread, and is then a moment's view."""
@@ -72,7 +87,7 @@ class Engine:
             num_waiting_requests=len(waiting),
             num_waiting_tokens=sum(s.num_tokens for s in waiting),
             num_running_sequences=len(running),
-            kv_cache_bytes=sum(s.cache.num_bytes for s in running),
+            kv_cache_bytes=sum(lane.kv_bytes for s in running for lane in s.lanes),
             max_kv_cache_bytes=self.scheduler.limits.max_kv_bytes,
             num_generated_tokens=self.num_generated_tokens,
         )
@@ -85,6 +100,7 @@ class Engine:
         try:
             with np.errstate(all="ignore"):  # what is not finite is found in the logits, and fails its own request
                 self._postprocess(plan, self._forward(plan))
+                self._draft()
         except MemoryError:
             self._fail_sequences([item.sequence for item in plan], EngineError("the server ran out of memory"))
         self._flush()
@@ -94,31 +110,29 @@ class Engine:
         """Run the model over the flat ragged batch of the plan; return hidden [tokens, dim]."""
         counts = [item.num_tokens for item in plan]
         batch = Batch(
-            token_ids=np.concatenate([item.sequence.next_ids(item.num_tokens) for item in plan]),
+            token_ids=np.concatenate([item.lane.next_ids(item.num_tokens) for item in plan]),
             starts=np.concatenate([[0], np.cumsum(counts)]),
-            prefix_lengths=np.array([item.sequence.num_computed for item in plan], np.int64),
+            prefix_lengths=np.array([item.lane.num_computed for item in plan], np.int64),
+            prompt_lengths=np.array([len(item.lane.prompt_ids) for item in plan], np.int64),
         )
         for item in plan:
             item.sequence.begin_work()
-        return self.decoder.forward(batch, [item.sequence.cache for item in plan])
+        return self.decoder.forward(batch, [item.lane.cache for item in plan])
 
     def _postprocess(self, plan: list[Scheduled], hidden: npt.NDArray[np.floating]) -> None:
         """Score prompts where asked, and give every sequence that has seen all its tokens its next one."""
-        ends = np.cumsum([item.num_tokens for item in plan])
-        ready, rows = [], []
-        for item, end in zip(plan, ends, strict=True):
-            sequence = item.sequence
-            if sequence.request.prompt_logprobs and sequence.index == 0:
-                self._score(sequence, hidden[end - item.num_tokens : end])
-            if sequence.num_remaining == 0:
-                ready.append(sequence)
-                rows.append(end - 1)
-        scored_only = [s for s in ready if s.request.max_tokens == 0]
-        for sequence in scored_only:
-            self._finish(sequence, FinishReason.MAX_TOKENS, None)
-        keep = [i for i, s in enumerate(ready) if s.request.max_tokens > 0]
-        if keep:
-            self._sample([ready[i] for i in keep], self.decoder.head(hidden[[rows[i] for i in keep]]))
+        ends = dict(zip((id(item.lane) for item in plan), np.cumsum([item.num_tokens for item in plan]), strict=True))
+        for item in plan:
+            if item.sequence.request.prompt_logprobs and item.sequence.index == 0 and item.lane is item.sequence:
+                end = ends[id(item.lane)]
+                self._score(item.sequence, hidden[end - item.num_tokens : end])
+        ready = [item.sequence for item in plan if item.lane is item.sequence and item.lane.num_remaining <= 0]
+        for sequence in ready:
+            if sequence.request.max_tokens == 0:
+                self._finish(sequence, FinishReason.MAX_TOKENS, None)
+        open_ones = [sequence for sequence in ready if sequence.request.max_tokens > 0]
+        if open_ones:
+            self._sample(open_ones, hidden, ends)
 
     def _score(self, sequence: Sequence, hidden: npt.NDArray[np.floating]) -> None:
         """Send the log-probabilities of the prompt tokens that follow those just computed."""
@@ -140,21 +154,63 @@ class Engine:
             sequence.num_scored += len(scored)
             self._emit(sequence, PromptScored(scored))
 
-    def _sample(self, sequences: list[Sequence], logits: npt.NDArray[np.float32]) -> None:
-        """Choose the next token of each sequence from its row of logits [rows, vocab]."""
-        choices, rows = [], []
-        for row, sequence in enumerate(sequences):
-            for choice in self._choices_at(sequence):
-                choices.append(choice)
-                rows.append(row)
-        if rows != list(range(len(sequences))):
-            logits = logits[rows]
-        samples = sample_rows([choice.sampler for choice in choices], logits, buffers=self._buffers)
-        for choice, sample, raw in zip(choices, samples, logits, strict=True):
-            if isinstance(sample, TreadleError):
-                self._fail(choice.active, sample)
-            elif not choice.is_cancelled:
-                self._advance(choice, sample, raw)
+    def _sample(self, sequences: list[Sequence], hidden: npt.NDArray[np.floating], ends: dict[int, int]) -> None:
+        """Choose the next token of each sequence, and further ones while they are the drafted ones.
+
+        ends[id(lane)] is one past the lane's last row of hidden [tokens, dim].
+        """
+        counts = [1 + sequence.num_drafted for sequence in sequences]
+        rows = [np.arange(ends[id(s)] - n, ends[id(s)]) for s, n in zip(sequences, counts, strict=True)]
+        raw = self.decoder.head(hidden[np.concatenate(rows)])
+        logits = self._guided(sequences, counts, raw, hidden, ends)
+        first = np.cumsum([0, *counts[:-1]]).tolist()
+        pending = [(choice, at) for s, at in zip(sequences, first, strict=True) for choice in self._choices_at(s)]
+        while pending:
+            wanted = [at for _, at in pending]
+            picked = logits if wanted == list(range(len(logits))) else logits[wanted]
+            samples = sample_rows([choice.sampler for choice, _ in pending], picked, buffers=self._buffers)
+            taken = [self._take(c, sample, raw[at]) for (c, at), sample in zip(pending, samples, strict=True)]
+            pending = [(choice, at + 1) for (choice, at), goes_on in zip(pending, taken, strict=True) if goes_on]
+        for sequence in sequences:
+            sequence.settle_draft()
+
+    def _guided(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],
+        raw: npt.NDArray[np.floating],
+        hidden: npt.NDArray[np.floating],
+        ends: dict[int, int],
+    ) -> npt.NDArray[np.floating]:
+        """Return the rows to sample from: those of guided sequences turned away from their negative prompts."""
+        guided = [(at, s) for at, s in zip(np.cumsum([0, *counts[:-1]]).tolist(), sequences, strict=True) if s.guide]
+        if not guided:
+            return raw
+        negative = self.decoder.head(hidden[[ends[id(s.guide)] - 1 for _, s in guided]])
+        logits = raw.copy()
+        for (at, sequence), row in zip(guided, negative, strict=True):
+            if sequence.request.guidance is not None:
+                logits[at] = guided_logits(raw[at], row, sequence.request.guidance.scale)
+        return logits
+
+    def _take(self, choice: Sequence, sample: Sample | TreadleError, raw: npt.NDArray[np.floating]) -> bool:
+        """Take one sample of a choice; return whether the next row is worth sampling: its drafted token came."""
+        if isinstance(sample, TreadleError):
+            self._fail(choice.active, sample)
+            return False
+        if choice.is_cancelled:
+            return False
+        drafted = choice.drafted_next()
+        return self._advance(choice, sample, raw) and sample.token_id == drafted
+
+    def _draft(self) -> None:
+        """Draft what may come next on the sequences that want it, for the next step to confirm."""
+        for speculation, drafter in self._drafters.items():
+            lanes = [s for s in self.scheduler.running if s.request.speculation is speculation and s.is_decoding]
+            counts = [min(s.request.max_draft_tokens, s.request.max_tokens - s.num_output - 1) for s in lanes]
+            drafter.draft(lanes, counts)
+            for lane in lanes:
+                lane.num_draft_tokens += lane.num_drafted
 
     def _choices_at(self, sequence: Sequence) -> list[Sequence]:
         """Return the choices that sample from a sequence's row: itself; after a shared prefill the others too."""
@@ -170,30 +226,33 @@ class Engine:
             return []
         forks = []
         for index in range(1, sequence.request.n):
-            roomy = self.scheduler.has_room_for(sequence.cache.num_bytes)
-            fork = sequence.fork(index, sequence.cache.fork() if roomy else self.decoder.new_cache())
+            roomy = self.scheduler.has_room_for(sum(lane.kv_bytes for lane in sequence.lanes))
+            copies = [lane.cache.fork() for lane in sequence.lanes] if roomy else self._new_caches(sequence.request)
+            fork = sequence.fork(index, copies)
             self.scheduler.add_fork(fork)
             forks.append(fork)
         return forks
 
-    def _advance(self, sequence: Sequence, sample: Sample, raw: npt.NDArray[np.float32]) -> None:
-        """Append a sampled token, tell the reader, and finish the sequence when it is its last."""
+    def _advance(self, sequence: Sequence, sample: Sample, raw: npt.NDArray[np.floating]) -> bool:
+        """Append a sampled token, tell the reader, and finish the sequence when it is its last; tell if it goes on."""
         token_id = sample.token_id
         logprob = _chosen_logprob(sequence.request, sample, raw)
         try:
-            sequence.append(token_id)
+            sequence.choose(token_id)
         except TreadleError as error:
             self._fail(sequence.active, error)
-            return
+            return False
         sequence.note_token()
         self.num_generated_tokens += 1
         reason, matched = _finish_reason(sequence, token_id)
-        self._emit(sequence, NewToken(sequence.index, token_id, matched is not None, logprob, sequence.timings()))
+        timings, drafts = sequence.timings(), sequence.drafts
+        self._emit(sequence, NewToken(sequence.index, token_id, matched is not None, logprob, timings, drafts))
         if reason is not None:
             self._finish(sequence, reason, matched)
+        return reason is None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, matched: int | None) -> None:
-        self._emit(sequence, ChoiceFinished(sequence.index, reason, matched, sequence.timings()))
+        self._emit(sequence, ChoiceFinished(sequence.index, reason, matched, sequence.timings(), sequence.drafts))
         self.scheduler.remove([sequence])
 
     def _fail(self, active: ActiveRequest, error: TreadleError) -> None:
@@ -235,7 +294,7 @@ def _only_masked(logits: npt.NDArray[np.floating]) -> bool:
     return not bool(np.isnan(logits).any() or np.isposinf(logits).any())
 
 
-def _chosen_logprob(request: GenerationRequest, sample: Sample, raw: npt.NDArray[np.float32]) -> TokenLogprob | None:
+def _chosen_logprob(request: GenerationRequest, sample: Sample, raw: npt.NDArray[np.floating]) -> TokenLogprob | None:
     if request.logprobs is LogprobsMode.NONE:
         return None
     logits = raw if request.logprobs is LogprobsMode.RAW or sample.processed is None else sample.processed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -60,16 +61,18 @@ class NewToken:
     is_stop: bool
     logprob: TokenLogprob | None
     timings: Timings
+    drafts: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """A choice has ended; nothing more comes for it."""
+    """A choice has ended; nothing more comes for it. `drafts`: tokens drafted, and of those the accepted ones."""
 
     index: int
     reason: FinishReason
     matched_token_id: int | None
     timings: Timings
+    drafts: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +83,13 @@ class RequestFailed:
 
 
 EngineEvent = PromptScored | NewToken | ChoiceFinished | RequestFailed
+
+
+def is_over(events: Iterable[EngineEvent]) -> bool:
+    """Tell whether a request of one choice has ended with these events; raise its error if it failed."""
+    for event in events:
+        if isinstance(event, RequestFailed):
+            raise event.error
+        if isinstance(event, ChoiceFinished):
+            return True
+    return False

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle_server.engine.chain import SamplingChain
+from treadle_server.engine.guidance import Guidance
+from treadle_server.engine.speculation import Speculation
 
 
 class LogprobsMode(Enum):
@@ -32,6 +34,8 @@ class GenerationRequest:
         eos_ids: end-of-sequence tokens in force; empty when they are to be ignored.
         stop_ids: the request's own stop tokens.
         num_top_logprobs: how many of the most likely tokens to list.
+        guidance: the negative prompt and how strongly it is turned away from.
+        speculation: where drafted tokens come from, `max_draft_tokens` at most for a step.
     """
 
     request_id: str
@@ -47,6 +51,9 @@ class GenerationRequest:
     logprobs: LogprobsMode = LogprobsMode.NONE
     num_top_logprobs: int = 0
     prompt_logprobs: bool = False
+    guidance: Guidance | None = None
+    speculation: Speculation = Speculation.NONE
+    max_draft_tokens: int = 0
 
     @property
     def max_length(self) -> int:

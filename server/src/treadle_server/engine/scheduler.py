@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from treadle_server.engine.lane import Lane
 from treadle_server.engine.sequence import Sequence
 from treadle_server.errors import QueueFullError, UnavailableError
 
@@ -37,10 +38,27 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A sequence and the number of its tokens that the next step computes."""
+    """A lane of a sequence and the number of its tokens that the next step computes, drafted ones included."""
 
     sequence: Sequence
+    lane: Lane
     num_tokens: int
+
+
+def _decode(sequence: Sequence) -> list[Scheduled]:
+    return [Scheduled(sequence, lane, 1 + lane.num_drafted) for lane in sequence.lanes]
+
+
+def _prefill(sequence: Sequence, budget: int) -> list[Scheduled]:
+    """Divide a budget over the lanes of a sequence. With several, each stops one token short: they decode together."""
+    lanes = sequence.lanes
+    items = []
+    for position, lane in enumerate(lanes):
+        wanted = lane.num_remaining - (len(lanes) > 1)
+        share = min(wanted, budget // (len(lanes) - position))
+        budget -= share
+        items.append(Scheduled(sequence, lane, share))
+    return [item for item in items if item.num_tokens]
 
 
 class Scheduler:
@@ -124,35 +142,37 @@ class Scheduler:
             if not queue:
                 return None
             first = queue[0]
-            if self.running and held + first.cache.bytes_after(first.num_tokens) > self.limits.max_kv_bytes:
+            needed = sum(lane.kv_bytes_after(lane.num_tokens) for lane in first.lanes)
+            if self.running and held + needed > self.limits.max_kv_bytes:
                 return None
             return queue.popleft()
 
     def _share(self) -> list[Scheduled]:
-        """Give each decoding sequence its token, and divide the prefill budget among the others."""
+        """Give each decoding sequence its token and its drafts, and divide the prefill budget among the others."""
         prefilling = [s for s in self.running if not s.is_decoding]
         beside_decode = len(prefilling) < len(self.running)
         limits = self.limits
         budget = limits.max_prefill_tokens_beside_decode if beside_decode else limits.max_prefill_tokens
-        shares = {}
-        for position, sequence in enumerate(sorted(prefilling, key=lambda s: s.num_remaining)):
-            shares[id(sequence)] = min(sequence.num_remaining, budget // (len(prefilling) - position))
-            budget -= shares[id(sequence)]
-        plan = [Scheduled(s, 1 if s.is_decoding else shares[id(s)]) for s in self.running]
-        return [item for item in plan if item.num_tokens]
+        shares: dict[int, list[Scheduled]] = {}
+        for position, sequence in enumerate(sorted(prefilling, key=lambda s: s.num_prefill_tokens)):
+            items = _prefill(sequence, budget // (len(prefilling) - position))
+            budget -= sum(item.num_tokens for item in items)
+            shares[id(sequence)] = items
+        return [item for s in self.running for item in (shares[id(s)] if id(s) in shares else _decode(s))]
 
     def _make_room(self, plan: list[Scheduled]) -> list[Scheduled]:
         """Put the youngest sequences back in line while memory is short; they start over later, where they were."""
         while len(self.running) > 1 and self._bytes_after(plan) > self.limits.max_kv_bytes:
             victim = self.running.pop()
-            victim.cache.release()
+            for lane in victim.lanes:
+                lane.release()
             self._preempted.appendleft(victim)
             plan = [item for item in plan if item.sequence is not victim]
         return plan
 
     def _bytes_after(self, plan: list[Scheduled]) -> int:
-        planned = {id(item.sequence): item.num_tokens for item in plan}
-        return sum(s.cache.bytes_after(planned.get(id(s), 0)) for s in self.running)
+        planned = {id(item.lane): item.num_tokens for item in plan}
+        return sum(lane.kv_bytes_after(planned.get(id(lane), 0)) for s in self.running for lane in s.lanes)
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Tell whether one more sequence whose cache takes `num_bytes` may run."""
@@ -171,8 +191,8 @@ class Scheduler:
         if not gone:
             return
         for sequence in self.running:
-            if id(sequence) in gone:
-                sequence.cache.release()
+            for lane in sequence.lanes if id(sequence) in gone else ():
+                lane.release()
         self.running = [s for s in self.running if id(s) not in gone]
         with self._lock:
             self._waiting = deque(s for s in self._waiting if id(s) not in gone)
@@ -180,4 +200,4 @@ class Scheduler:
 
     def kv_bytes(self) -> int:
         """Memory of all keys and values held, in bytes."""
-        return sum(s.cache.num_bytes for s in self.running)
+        return sum(lane.kv_bytes for s in self.running for lane in s.lanes)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence as Seq
 
 from treadle_server.engine.events import EngineEvent, Timings
+from treadle_server.engine.lane import Lane
 from treadle_server.engine.request import GenerationRequest, LogprobsMode
 from treadle_server.model.kv_cache import KVCache
 
@@ -54,22 +53,22 @@ class ActiveRequest:
             self.cancel()
 
 
-class Sequence:
-    """One choice of a request: its tokens, its cache and its sampling state.
+class Sequence(Lane):
+    """One choice of a request: its tokens and cache, its sampling state, and the lane that guides it.
 
     Attributes:
-        token_ids: int64 [num_tokens], prompt and output.
-        num_computed: how many of them have keys and values in the cache.
+        guide: the negative prompt with the same output, where the request is guided; it is computed in step.
     """
 
-    def __init__(self, active: ActiveRequest, index: int, cache: KVCache) -> None:
+    def __init__(self, active: ActiveRequest, index: int, cache: KVCache, guide_cache: KVCache | None = None) -> None:
         request = active.request
+        super().__init__(request.prompt_ids, cache)
         self.active = active
         self.request = request
         self.index = index
-        self.cache = cache
-        self.num_tokens = len(request.prompt_ids)
-        self._buffer = np.concatenate([request.prompt_ids, np.zeros(16, np.int64)])
+        self.guide: Lane | None = None
+        if request.guidance is not None and guide_cache is not None:
+            self.guide = Lane(request.guidance.negative_ids, guide_cache)
         self.sampler = request.chain.begin(
             request.prompt_ids,
             seed=request.seed,
@@ -79,48 +78,42 @@ class Sequence:
             wants_processed=request.logprobs is LogprobsMode.PROCESSED,
         )
         self.num_scored = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self._started_s: float | None = None
         self._first_token_s: float | None = None
 
     @property
-    def num_computed(self) -> int:
-        """How many tokens have keys and values in the cache."""
-        return self.cache.length
-
-    @property
-    def num_remaining(self) -> int:
-        """How many tokens the model must still see before it can tell the next one."""
-        return self.num_tokens - self.num_computed
-
-    @property
-    def num_output(self) -> int:
-        """How many tokens were generated."""
-        return self.num_tokens - len(self.request.prompt_ids)
+    def lanes(self) -> tuple[Lane, ...]:
+        """What the model must see of it: itself, and its guide."""
+        return (self,) if self.guide is None else (self, self.guide)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether a single token stands between the sequence and its next one."""
-        return self.num_remaining == 1
+        """Whether a single token stands between it and its next one, in every lane."""
+        return all(lane.num_remaining == 1 for lane in self.lanes)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether nobody wants more of it."""
         return self.active.is_cancelled(self.index)
 
-    def next_ids(self, count: int) -> npt.NDArray[np.int64]:
-        """Return the next `count` tokens that the model has not seen, int64 [count]."""
-        return self._buffer[self.num_computed : self.num_computed + count]
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that are to be computed before it can decode."""
+        return sum(lane.num_remaining for lane in self.lanes)
 
-    def following_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the tokens after positions start..start+count, as far as they are known."""
-        return self._buffer[start + 1 : min(start + 1 + count, self.num_tokens)]
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Tokens that were drafted, and those of them that were the ones sampled."""
+        return self.num_draft_tokens, self.num_accepted_tokens
 
-    def append(self, token_id: int) -> None:
-        """Add a generated token; the buffer doubles when it is full."""
-        if self.num_tokens == len(self._buffer):
-            self._buffer = np.concatenate([self._buffer, np.zeros_like(self._buffer)])
-        self._buffer[self.num_tokens] = token_id
-        self.num_tokens += 1
+    def choose(self, token_id: int) -> None:
+        """Take the chosen token into every lane and tell the stages; StageError if one fails."""
+        if self.drafted_next() == token_id:
+            self.num_accepted_tokens += 1
+        for lane in self.lanes:
+            lane.append(token_id)
         self.sampler.accept(token_id)
 
     def begin_work(self) -> None:
@@ -140,8 +133,8 @@ class Sequence:
         first = self._first_token_s or now
         return Timings(started - self.active.arrived_s, first - started, now - first)
 
-    def fork(self, index: int, cache: KVCache) -> Sequence:
-        """Return a further choice of the same request at the end of the shared prefill."""
-        other = Sequence(self.active, index, cache)
+    def fork(self, index: int, caches: Seq[KVCache]) -> Sequence:
+        """Return a further choice of the same request at the end of the shared prefill, with a cache for each lane."""
+        other = Sequence(self.active, index, *caches)
         other._started_s = self._started_s
         return other

@@ -48,7 +48,7 @@ class EngineWorker:
         return active
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
-        """Run a function on the engine thread between two steps.
+        """Run a function on the engine thread between two steps; a future cancelled before that runs nothing.
 
         Raises:
             UnavailableError: the worker is closed.
@@ -58,6 +58,8 @@ class EngineWorker:
         future: Future[_T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001 - it is raised again where the result is asked for
@@ -98,7 +100,7 @@ class EngineWorker:
         """Step an engine; a fault in it fails its requests and never ends the thread."""
         try:
             engine.step()
-        except Exception:  # noqa: BLE001 - a fault ends the requests of this engine, not the thread
+        except BaseException:  # noqa: BLE001 - a fault ends the requests of this engine, not the thread
             _LOG.exception("a step of the engine failed; its requests are ended")
             engine.fail_all(EngineError("the engine failed in this step; see the server's log"))
 

@@ -2,6 +2,7 @@
 
 from treadle_server.language_model.generation import Generation, gather
 from treadle_server.language_model.model import LanguageModel
+from treadle_server.language_model.preview import Previewer, preview_logits
 from treadle_server.language_model.spec import (
     Choice,
     Delta,
@@ -9,8 +10,12 @@ from treadle_server.language_model.spec import (
     GenerationEvent,
     GenerationResult,
     GenerationSpec,
+    PreviewSpec,
     PromptInfo,
+    SamplingPreview,
+    StageResult,
 )
+from treadle_server.language_model.trace import Trace
 from treadle_server.language_model.validation import RequestLimits
 
 __all__ = [
@@ -22,7 +27,13 @@ __all__ = [
     "GenerationResult",
     "GenerationSpec",
     "LanguageModel",
+    "PreviewSpec",
+    "Previewer",
     "PromptInfo",
     "RequestLimits",
+    "SamplingPreview",
+    "StageResult",
+    "Trace",
     "gather",
+    "preview_logits",
 ]

@@ -16,6 +16,7 @@ from treadle_server.engine.events import (
     TokenLogprob,
 )
 from treadle_server.engine.sequence import ActiveRequest
+from treadle_server.language_model.report import RequestReport
 from treadle_server.language_model.spec import (
     Choice,
     Delta,
@@ -33,13 +34,22 @@ class Generation:
     """Turns engine events into generation events. Belongs to the thread that reads it.
 
     Attributes:
+        info: what the model made of the request, without the prompt's log-probabilities.
         finished: whether every choice has ended.
     """
 
-    def __init__(self, active: ActiveRequest, spec: GenerationSpec, info: PromptInfo, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        active: ActiveRequest,
+        spec: GenerationSpec,
+        info: PromptInfo,
+        tokenizer: Tokenizer,
+        report: RequestReport,
+    ) -> None:
         self._active = active
+        self._report = report
         self._spec = spec
-        self._info = info
+        self.info = info
         self._tokenizer = tokenizer
         self._texts = {i: ChoiceText(tokenizer, spec, info.prompt_ids) for i in range(spec.n)}
         self._open = set(self._texts)
@@ -54,6 +64,10 @@ class Generation:
     def cancel(self) -> None:
         """Drop the generation; the engine stops working on it before its next step."""
         self._active.cancel()
+        self._close_report()
+
+    def _close_report(self, error: str = "") -> None:
+        self._report.close([text.num_tokens for text in self._texts.values()], error)
 
     def start(self) -> list[GenerationEvent]:
         """Return what can be told before the first step."""
@@ -62,10 +76,10 @@ class Generation:
     def _introduce(self) -> list[GenerationEvent]:
         """Return the first message, and the prompt's text when it is to be echoed."""
         self._introduced = True
-        events: list[GenerationEvent] = [replace(self._info, prompt_logprobs=tuple(self._prompt_logprobs))]
+        events: list[GenerationEvent] = [replace(self.info, prompt_logprobs=tuple(self._prompt_logprobs))]
         if self._spec.echo:
             skip = not self._spec.special_tokens
-            prompt = self._tokenizer.decode(list(self._info.prompt_ids), skip_special_tokens=skip)
+            prompt = self._tokenizer.decode(list(self.info.prompt_ids), skip_special_tokens=skip)
             events += [Delta(index=index, text=prompt) for index in self._texts]
         return events
 
@@ -80,6 +94,7 @@ class Generation:
     def _feed_one(self, event: EngineEvent) -> Iterator[GenerationEvent]:
         if isinstance(event, RequestFailed):
             self._open.clear()
+            self._close_report(str(event.error))
             raise event.error
         if isinstance(event, PromptScored):
             self._prompt_logprobs += event.logprobs
@@ -88,6 +103,7 @@ class Generation:
             yield from self._introduce()
         if event.index not in self._open:
             return
+        self._report.note(event.timings)
         if isinstance(event, NewToken):
             yield from self._token(event)
         else:
@@ -100,7 +116,7 @@ class Generation:
         yield Delta(index=event.index, text=text, token_ids=(event.token_id,), logprobs=logprobs)
         if choice.matched is not None:
             self._active.cancel(event.index)
-            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings)
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.drafts)
 
     def _end(self, event: ChoiceFinished) -> Iterator[GenerationEvent]:
         choice = self._texts[event.index]
@@ -108,22 +124,35 @@ class Generation:
         if tail:
             yield Delta(index=event.index, text=tail)
         if choice.matched is not None:  # the held text held a whole stop string
-            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings)
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.drafts)
         else:
-            yield self._finish(event.index, event.reason, event.matched_token_id, event.timings)
+            yield self._finish(event.index, event.reason, event.matched_token_id, event.timings, event.drafts)
 
-    def _finish(self, index: int, reason: FinishReason, matched: str | int | None, timings: Timings) -> FinishInfo:
+    def _finish(
+        self,
+        index: int,
+        reason: FinishReason,
+        matched: str | int | None,
+        timings: Timings,
+        drafts: tuple[int, int],
+    ) -> FinishInfo:
         self._open.discard(index)
-        return FinishInfo(
+        finish = FinishInfo(
             index=index,
             reason=reason,
             matched=matched,
-            num_prompt_tokens=len(self._info.prompt_ids),
+            num_prompt_tokens=len(self.info.prompt_ids),
             num_generated_tokens=self._texts[index].num_tokens,
             num_cached_tokens=0,
+            num_draft_tokens=drafts[0],
+            num_accepted_tokens=drafts[1],
             timings=timings,
-            weight_version=self._info.weight_version,
+            weight_version=self.info.weight_version,
         )
+        self._report.choice_ended(finish)
+        if not self._open:
+            self._close_report()
+        return finish
 
 
 def gather(events: Iterable[GenerationEvent]) -> GenerationResult:

@@ -24,15 +24,20 @@ from treadle_server.checkpoints.store import ModelStore
 from treadle_server.engine.chain import SamplingChain, StageSpec
 from treadle_server.engine.engine import Engine
 from treadle_server.engine.events import EngineEvent, PromptScored, RequestFailed, TokenLogprob
+from treadle_server.engine.guidance import Guidance
 from treadle_server.engine.request import GenerationRequest
 from treadle_server.engine.scheduler import EngineLimits
 from treadle_server.engine.sequence import ActiveRequest, Deliver
+from treadle_server.engine.speculation import DraftModel, Speculation
 from treadle_server.engine.worker import EngineWorker
-from treadle_server.errors import InvalidRequestError
+from treadle_server.errors import CheckpointError, InvalidRequestError
+from treadle_server.language_model.best_of import keep_best, widen
 from treadle_server.language_model.generation import Generation, gather
-from treadle_server.language_model.keywords import spec_of
+from treadle_server.language_model.keywords import preview_spec_of, spec_of
 from treadle_server.language_model.presets import PRESETS
-from treadle_server.language_model.prompts import encode_prompt, tokenize
+from treadle_server.language_model.preview import Previewer
+from treadle_server.language_model.prompts import PromptEncoder
+from treadle_server.language_model.report import RequestReport
 from treadle_server.language_model.spec import (
     GenerationEvent,
     GenerationResult,
@@ -40,8 +45,19 @@ from treadle_server.language_model.spec import (
     Message,
     Prompt,
     PromptInfo,
+    SamplingPreview,
 )
-from treadle_server.language_model.validation import RequestLimits, check_spec, check_top_logprobs, is_finite_number
+from treadle_server.language_model.trace import Trace, Tracer
+from treadle_server.language_model.validation import (
+    RequestLimits,
+    check_best_of,
+    check_spec,
+    check_top_logprobs,
+    is_finite_number,
+    refuse,
+    renamed_field,
+    token_id_violations,
+)
 from treadle_server.model.decoder import Decoder, DTypeName, Numerics
 from treadle_server.model.kv_cache import KVCache
 from treadle_server.plugins.manager import PluginManager
@@ -52,6 +68,8 @@ _LOG = logging.getLogger(__name__)
 
 # Tokenize takes texts longer than the context, within reason: somebody may want to know how much to cut.
 _MAX_TOKENIZED_CONTEXTS = 8
+# Tokens drafted for a step when a request does not say: more are seldom all right, and cost a wider step.
+_DRAFT_TOKENS = 5
 
 
 class LanguageModel:
@@ -62,6 +80,7 @@ class LanguageModel:
         vocab_size: number of tokens that can be given or generated.
         context_length: largest number of tokens, prompt and answer together.
         eos_ids: end-of-sequence tokens: the union of config.json, generation_config.json and the tokenizer.
+        previewer: runs sampling chains to be looked at; see `preview`.
         weight_version: counts up from 1 with each update of the weights.
     """
 
@@ -76,6 +95,7 @@ class LanguageModel:
         worker: EngineWorker,
         engine_limits: EngineLimits,
         request_limits: RequestLimits,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.name = name
         self.tokenizer = tokenizer
@@ -84,10 +104,16 @@ class LanguageModel:
         self.weight_version = 1
         self.num_parameters = sum(math.prod(weight.shape) for weight in checkpoint.params.values())
         self.vocab_size = min(tokenizer.vocab_size, self.config.vocab_size)
-        self.eos_ids = _eos_ids(checkpoint, tokenizer)
+        self.eos_ids = _eos_ids(checkpoint, tokenizer, self.vocab_size)
         self.request_limits = request_limits
-        self.engine = Engine(decoder, engine_limits)
+        self._prompts = PromptEncoder(
+            tokenizer=tokenizer, vocab_size=self.vocab_size, context_length=self.config.context_length
+        )
+        self.engine = Engine(decoder, engine_limits, draft_model)
+        self.has_draft_model = draft_model is not None
+        self._tracer = Tracer(decoder, request_limits, worker.call)
         self._registry = plugins.registry
+        self._observers = plugins.observers
         self._worker = worker
         self._owned_worker: EngineWorker | None = None
         self._model_info = ModelInfo(
@@ -97,6 +123,10 @@ class LanguageModel:
             eos_ids=self.eos_ids,
             token_bytes=tokenizer.token_bytes,
             encode=partial(tokenizer.encode, add_special_tokens=False),
+            special_ids=frozenset(filter(tokenizer.is_special, range(self.vocab_size))),
+        )
+        self.previewer = Previewer(
+            self._registry, self._model_info, self._encode, partial(worker.submit, self.engine), self.config.vocab_size
         )
         self.default_knobs = self._sound_defaults(checkpoint.generation_config)
         worker.add(self.engine)
@@ -114,6 +144,7 @@ class LanguageModel:
         worker: EngineWorker | None = None,
         engine_limits: EngineLimits | None = None,
         request_limits: RequestLimits | None = None,
+        draft: str | Path | None = None,
     ) -> LanguageModel:
         """Load a Hugging Face folder, or a stored or bundled model by name.
 
@@ -123,27 +154,31 @@ class LanguageModel:
             backend: name of the compute backend; "auto" takes the fastest one installed.
             dtype: number type of the arithmetic, float32 or float64.
             numerics: "fast", or "reproducible": a row's result then never depends on what else is in the batch.
-            plugins: sampler plugins; all installed ones when not given.
+            plugins: stages and model families of plugins; all installed ones when not given.
             worker: the engine thread to share with other models; one of its own when not given.
             engine_limits: what the engine may hold and do at once.
             request_limits: limits on one request.
+            draft: a smaller model of the same vocabulary, to draft tokens for requests that want it.
 
         Raises:
             ModelNotFoundError: there is no such folder or name.
             CheckpointError: the folder is broken, or asks for what treadle does not have.
         """
         folder = ModelStore().resolve(str(source))
-        checkpoint = load_checkpoint(folder)
+        plugins = plugins or PluginManager.load()
+        checkpoint = load_checkpoint(folder, plugins.families)
         try:
+            tokenizer = Tokenizer.load(folder)
             model = cls(
                 name or folder.name.lower(),
                 checkpoint,
-                Tokenizer.load(folder),
+                tokenizer,
                 Decoder(checkpoint.config, checkpoint.params, backend=backend, dtype=dtype, numerics=numerics),
-                plugins=plugins or PluginManager.load(),
+                plugins=plugins,
                 worker=worker or EngineWorker(),
                 engine_limits=engine_limits or EngineLimits(),
                 request_limits=request_limits or RequestLimits(),
+                draft_model=None if draft is None else _load_draft(str(draft), tokenizer, dtype, numerics),
             )
         finally:
             checkpoint.close()
@@ -207,10 +242,14 @@ class LanguageModel:
             QueueFullError: too many requests wait.
         """
         check_spec(spec, self.request_limits, self.vocab_size)
+        if spec.speculation is Speculation.DRAFT_MODEL and not self.has_draft_model:
+            raise refuse("speculation", "no_draft_model")
         chain = self._chain(spec, self._defaults_for(spec))
         # One place is left for the first token of the answer.
         prompt_ids = self._encode(spec.prompt, self.context_length - 1)
-        room = self.context_length - len(prompt_ids)
+        guidance = self._guidance(spec, prompt_ids)
+        lanes = [len(prompt_ids)] if guidance is None else [len(prompt_ids), len(guidance.negative_ids)]
+        room = self._room(max(lanes), num_lanes=len(lanes))
         max_tokens = room if spec.max_tokens is None else min(spec.max_tokens, room)
         request = GenerationRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -226,12 +265,35 @@ class LanguageModel:
             logprobs=spec.logprobs,
             num_top_logprobs=spec.num_top_logprobs,
             prompt_logprobs=spec.prompt_logprobs,
+            guidance=guidance,
+            speculation=spec.speculation,
+            max_draft_tokens=_DRAFT_TOKENS if spec.num_draft_tokens is None else spec.num_draft_tokens,
         )
         active = self._worker.submit(self.engine, request, deliver)
-        return Generation(active, spec, self._prompt_info(request), self.tokenizer)
+        info = self._prompt_info(request)
+        return Generation(active, spec, info, self.tokenizer, RequestReport(self._observers, info, spec.n))
+
+    def _guidance(self, spec: GenerationSpec, prompt_ids: Sequence[int]) -> Guidance | None:
+        """Return what a request is turned away from: the negative prompt, or else the prompt's last token alone."""
+        if spec.guidance_scale == 1:
+            return None
+        negative = list(prompt_ids[-1:])
+        if spec.negative_prompt is not None:
+            with renamed_field("prompt", "negative_prompt"):
+                negative = self._encode(spec.negative_prompt, self.context_length - 1)
+        return Guidance(float(spec.guidance_scale), np.array(negative, np.int64))
 
     def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
-        return encode_prompt(prompt, self.tokenizer, vocab_size=self.vocab_size, max_tokens=max_tokens)
+        return self._prompts.encode(prompt, max_tokens)
+
+    def _room(self, num_prompt_tokens: int, *, num_lanes: int) -> int:
+        """Return how many tokens can follow a prompt: what the context and the memory of keys and values leave."""
+        limit = self.engine.scheduler.limits.max_kv_bytes // num_lanes
+        whole = min(self.context_length, KVCache.tokens_in(self.config, self.decoder.dtype, limit))
+        if whole <= num_prompt_tokens:
+            needed = self.kv_bytes_for(num_prompt_tokens + 1)
+            raise refuse("prompt", "kv_memory", value=needed, tokens=num_prompt_tokens, limit=limit)
+        return whole - num_prompt_tokens
 
     def _prompt_info(self, request: GenerationRequest) -> PromptInfo:
         return PromptInfo(
@@ -263,8 +325,10 @@ class LanguageModel:
         return _read(generation, inbox)
 
     def generate(self, prompt: Prompt, **keywords: Any) -> GenerationResult:
-        """Generate and return everything at once; see `stream`."""
-        return gather(self.stream(prompt, **keywords))
+        """Generate and return everything at once; see `stream`. `best_of` works here only."""
+        spec = spec_of(prompt, self.knob_names, keywords)
+        check_best_of(spec, self.request_limits)
+        return keep_best(gather(self.stream_spec(widen(spec))), spec)
 
     def begin_score(self, prompt: Prompt, deliver: Deliver, *, num_top_logprobs: int = 0) -> ActiveRequest:
         """Check a prompt and queue it for scoring: PromptScored events and a ChoiceFinished go to `deliver`."""
@@ -295,12 +359,22 @@ class LanguageModel:
 
     def tokenize(self, prompt: str | Sequence[Message], *, add_special_tokens: bool = True) -> list[Token]:
         """Return the tokens of a text with their places in it, or those of messages in their rendered text."""
-        return tokenize(
-            prompt,
-            self.tokenizer,
-            add_special_tokens=add_special_tokens,
-            max_tokens=_MAX_TOKENIZED_CONTEXTS * self.context_length,
-        )
+        limit = _MAX_TOKENIZED_CONTEXTS * self.context_length
+        return self._prompts.tokenize(prompt, add_special_tokens=add_special_tokens, max_tokens=limit)
+
+    def detokenize(self, token_ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Return the text of token ids.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary, or there are too many.
+        """
+        limit = _MAX_TOKENIZED_CONTEXTS * self.context_length
+        if len(token_ids) > limit:
+            raise refuse("token_ids", "too_many", limit=limit, value=len(token_ids))
+        violations = list(token_id_violations("token_ids", token_ids, self.vocab_size))
+        if violations:
+            raise InvalidRequestError(violations)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=not special_tokens)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.floating]:
         """Return the logits after each of the tokens, [seq, vocab] in the model's dtype.
@@ -308,9 +382,41 @@ class LanguageModel:
         Raises:
             InvalidRequestError: no tokens, too many, or one outside the vocabulary.
         """
-        ids = np.array(self._encode(list(token_ids), self.context_length), np.int64)
+        ids = np.array(self._encode(token_ids, self.context_length), np.int64)
         compute = lambda: self.decoder.head(self.decoder.forward(Batch.of([ids])))  # noqa: E731
         return cast("npt.NDArray[np.floating]", self.call(compute).result())
+
+    def trace(
+        self, prompt: Prompt, *, layers: Sequence[int] | None = None, what: str | Sequence[str] | None = None
+    ) -> Trace:
+        """Run one pass over a prompt and return its named intermediates, all of them or those asked for.
+
+        Args:
+            prompt: a text, token ids, or messages.
+            layers: the layers to show, from 0; all when None or empty. What is outside all layers is not affected.
+            what: name or names to show; all when None or empty. A name stands for every intermediate that has it as
+                whole dotted parts: `logits`, `attention`, `attention.weights`, `q`, `layers.3`; `*` is any text.
+
+        Raises:
+            InvalidRequestError: with one violation for each wrong field; also when what is asked for is too large.
+        """
+        names = (what,) if isinstance(what, str) else what or ()
+        return self.begin_trace(prompt, layers=layers or (), what=names).result()
+
+    def begin_trace(self, prompt: Prompt, *, layers: Sequence[int], what: Sequence[str]) -> Future[Trace]:
+        """Check a trace and queue it for the engine thread; see `trace`."""
+        return self._tracer.begin(self._encode(prompt, self.context_length), layers, what)
+
+    def preview(self, prompt: Prompt | None = None, **keywords: Any) -> SamplingPreview:
+        """Return what every stage of a chain makes of the next token's distribution, and which token is chosen.
+
+        Keywords are the fields of PreviewSpec and the plain sampling knobs; no defaults of the model come in.
+
+        Raises:
+            TypeError: a keyword is unknown.
+            TreadleError: see `Previewer.preview`.
+        """
+        return self.previewer.preview(preview_spec_of(prompt, self.knob_names, keywords))
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a function on the engine thread, where the decoder lives, between two steps."""
@@ -340,11 +446,26 @@ def _read(generation: Generation, inbox: queue.SimpleQueue[list[EngineEvent]]) -
         generation.cancel()
 
 
-def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+def _load_draft(source: str, tokenizer: Tokenizer, dtype: DTypeName, numerics: Numerics) -> DraftModel:
+    """Load a draft model; CheckpointError unless its tokens are those of the model it drafts for."""
+    folder = ModelStore().resolve(source)
+    drafting = Tokenizer.load(folder)
+    size = min(drafting.vocab_size, tokenizer.vocab_size)
+    if any(drafting.token_bytes(i) != tokenizer.token_bytes(i) for i in range(size)):
+        raise CheckpointError(f"{folder}: its tokens are not those of the model that it is to draft for")
+    with load_checkpoint(folder) as checkpoint:
+        decoder = Decoder(checkpoint.config, checkpoint.params, dtype=dtype, numerics=numerics)
+    return DraftModel(decoder, min(size, decoder.config.vocab_size))
+
+
+def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
     """Return the union of the end-of-sequence tokens that config, generation config and tokenizer name."""
     ids = set(tokenizer.eos_token_ids)
     for config in (checkpoint.hf_config, checkpoint.generation_config):
         value = config.get("eos_token_id")
         found = value if isinstance(value, list) else [value]
         ids.update(i for i in found if isinstance(i, int) and not isinstance(i, bool))
-    return frozenset(ids)
+    outside = sorted(i for i in ids if not 0 <= i < vocab_size)
+    if outside:
+        _LOG.warning("end-of-sequence tokens outside the vocabulary are ignored: %s", str(outside)[:200])
+    return frozenset(ids.difference(outside))

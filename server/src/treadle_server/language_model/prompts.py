@@ -3,88 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from treadle_server.errors import InvalidRequestError
 from treadle_server.language_model.spec import Message, Prompt
-from treadle_server.language_model.validation import refuse, token_id_violations
+from treadle_server.language_model.validation import is_unicode, refuse, token_id_violations
 from treadle_server.tokenizer import ChatTemplate, Token, Tokenizer
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, *, vocab_size: int, max_tokens: int) -> list[int]:
-    """Return the ids of a prompt, at least one and at most `max_tokens`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptEncoder:
+    """Encodes prompts for one model.
 
-    A text is tokenised as the tokenizer does it for a whole text; ids are taken as they are; messages go through the
-    chat template. An empty text or list becomes the beginning-of-sequence token.
+    Every form of prompt is refused by its size before anything is made of it: a request of megabytes costs little.
 
-    Raises:
-        InvalidRequestError: the prompt is empty, too long, of a wrong type, or holds an id outside the vocabulary.
-        ChatTemplateError: the template refuses the messages.
+    Attributes:
+        vocab_size: ids must be below it.
+        context_length: the model's, for messages.
     """
-    if isinstance(prompt, str):
-        ids = _encode_text(prompt, tokenizer, max_tokens)
-    elif _all_messages(prompt):
-        template = _checked_template(cast("Sequence[Message]", prompt), tokenizer, max_tokens)
-        ids = tokenizer.encode(template.render(cast("Sequence[Message]", prompt)), add_special_tokens=False)
-    else:
-        ids = list(cast("Sequence[int]", prompt))
-        violations = list(token_id_violations("prompt", ids, vocab_size))
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    context_length: int
+
+    def encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
+        """Return the ids of a prompt, at least one and at most `max_tokens`.
+
+        A text is tokenised as the tokenizer does it for a whole text; ids are taken as they are; messages go through
+        the chat template. An empty text or list becomes the beginning-of-sequence token.
+
+        Raises:
+            InvalidRequestError: the prompt is empty, too long, of a wrong type, or holds an id outside the vocabulary.
+            ChatTemplateError: the template refuses the messages.
+        """
+        if isinstance(prompt, str):
+            self._check_text("prompt", prompt, max_tokens)
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = self._encode_list(prompt, max_tokens)
+        if not ids:
+            if self.tokenizer.bos_token_id is None:
+                raise refuse("prompt", "prompt_empty")
+            ids = [self.tokenizer.bos_token_id]
+        self._check_count(len(ids), max_tokens)
+        return ids
+
+    def tokenize(self, prompt: str | Sequence[Message], *, add_special_tokens: bool, max_tokens: int) -> list[Token]:
+        """Return the tokens of a text with their places in it, or those of messages in their rendered text."""
+        if isinstance(prompt, str):
+            self._check_text("text", prompt, max_tokens)
+            return self.tokenizer.encode_with_offsets(prompt, add_special_tokens)
+        if not _is_list(prompt) or not all(isinstance(entry, Mapping) for entry in prompt):
+            raise refuse("prompt", "text_or_messages", value=prompt)
+        return self.tokenizer.encode_with_offsets(self._template(prompt, max_tokens).render(prompt), False)
+
+    def _encode_list(self, prompt: Sequence[int] | Sequence[Message], max_tokens: int) -> list[int]:
+        if not _is_list(prompt):
+            raise refuse("prompt", "prompt_type", value=prompt)
+        self._check_count(len(prompt), max_tokens)
+        kinds = [isinstance(entry, Mapping) for entry in prompt]
+        if any(kinds) and not all(kinds):
+            index = kinds.index(not kinds[0])
+            raise refuse("prompt", "prompt_mixed", index=index, value=prompt[index])
+        if any(kinds):
+            messages = cast("Sequence[Message]", prompt)
+            rendered = self._template(messages, max_tokens).render(messages)
+            return self.tokenizer.encode(rendered, add_special_tokens=False)
+        ids = cast("Sequence[int]", prompt)
+        violations = list(token_id_violations("prompt", ids, self.vocab_size))
         if violations:
             raise InvalidRequestError(violations)
-    if not ids:
-        if tokenizer.bos_token_id is None:
-            raise refuse("prompt", "prompt_empty")
-        ids = [tokenizer.bos_token_id]
-    if len(ids) > max_tokens:
-        raise refuse("prompt", "context", value=len(ids), limit=max_tokens)
-    return ids
+        return list(ids)
+
+    def _template(self, messages: Sequence[Message], max_tokens: int) -> ChatTemplate:
+        """Return the model's chat template after a look at what it is to render."""
+        for index, message in enumerate(messages):
+            for part in ("role", "content"):
+                if not isinstance(message.get(part), str):
+                    raise refuse(f"prompt[{index}]", "message", value=dict(message))
+                self._check_text(f"prompt[{index}].{part}", message[part], max_tokens)
+        if self.tokenizer.chat_template is None:
+            raise refuse("prompt", "no_template")
+        return self.tokenizer.chat_template
+
+    def _check_text(self, field: str, text: str, max_tokens: int) -> None:
+        """Refuse lone surrogates, which no tokenizer can encode, and megabytes before they are tokenised."""
+        if not is_unicode(text):
+            raise refuse(field, "utf8", value="it holds a lone surrogate")
+        least = self.tokenizer.min_tokens_of(text)
+        if least > max_tokens:
+            raise refuse(field, "context_at_least", value=least, room=max_tokens)
+
+    def _check_count(self, count: int, max_tokens: int) -> None:
+        if count > max_tokens:
+            raise refuse("prompt", "context", value=count, room=max_tokens, limit=self.context_length)
 
 
-def _all_messages(prompt: object) -> bool:
-    """Tell messages from token ids; refuse a mixture."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise refuse("prompt", "prompt_type", value=type(prompt).__name__)
-    kinds = [isinstance(entry, Mapping) for entry in prompt]
-    if any(kinds) and not all(kinds):
-        index = kinds.index(not kinds[0])
-        raise refuse("prompt", "prompt_mixed", index=index, value=prompt[index])
-    return bool(kinds) and all(kinds)
-
-
-def _encode_text(text: str, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
-    _check_text("prompt", text, tokenizer, max_tokens)
-    return tokenizer.encode(text)
-
-
-def tokenize(
-    prompt: str | Sequence[Message], tokenizer: Tokenizer, *, add_special_tokens: bool, max_tokens: int
-) -> list[Token]:
-    """Return the tokens of a text with their places in it, or those of messages in their rendered text."""
-    if isinstance(prompt, str):
-        _check_text("text", prompt, tokenizer, max_tokens)
-        return tokenizer.encode_with_offsets(prompt, add_special_tokens)
-    template = _checked_template(prompt, tokenizer, max_tokens)
-    return tokenizer.encode_with_offsets(template.render(prompt), False)
-
-
-def _checked_template(messages: Sequence[Message], tokenizer: Tokenizer, max_tokens: int) -> ChatTemplate:
-    """Return the model's chat template after a look at what it is to render."""
-    for index, message in enumerate(messages):
-        for part in ("role", "content"):
-            if not isinstance(message.get(part), str):
-                raise refuse(f"prompt[{index}]", "message", value=dict(message))
-            _check_text(f"prompt[{index}].{part}", message[part], tokenizer, max_tokens)
-    if tokenizer.chat_template is None:
-        raise refuse("prompt", "no_template")
-    return tokenizer.chat_template
-
-
-def _check_text(field: str, text: str, tokenizer: Tokenizer, max_tokens: int) -> None:
-    """Refuse lone surrogates, which no tokenizer can encode, and megabytes before they are tokenised."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise refuse(field, "utf8", value=error.reason) from None
-    least = tokenizer.min_tokens_of(text)
-    if least > max_tokens:
-        raise refuse(field, "context_at_least", value=least, limit=max_tokens)
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.events import FinishReason, Timings, TokenLogprob
 from treadle_server.engine.request import LogprobsMode
+from treadle_server.engine.speculation import Speculation
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -24,6 +29,11 @@ class GenerationSpec:
         stages: stages added to the chain by name.
         order: names of all stages in the order to run them; empty for the default order.
         max_tokens: the room left in the context when unset.
+        best_of: choices to generate, of which the best n are kept; not for streams.
+        guidance_scale: how strongly the text is turned away from `negative_prompt`; 1 is not at all.
+        negative_prompt: the prompt's last token alone when unset.
+        speculation: where drafted tokens come from.
+        num_draft_tokens: tokens drafted for a step at most.
     """
 
     prompt: Prompt
@@ -46,6 +56,11 @@ class GenerationSpec:
     include_stop: bool = False
     special_tokens: bool = False
     n: int = 1
+    best_of: int | None = None
+    guidance_scale: float = 1.0
+    negative_prompt: Prompt | None = None
+    speculation: Speculation = Speculation.NONE
+    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +112,8 @@ class FinishInfo:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     timings: Timings
     weight_version: int
 
@@ -126,3 +143,78 @@ class GenerationResult:
     def text(self) -> str:
         """The text of the first choice."""
         return self.choices[0].text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreviewSpec:
+    """A preview as it is asked for. Nothing of a model's or a server's defaults comes in: only what is given acts.
+
+    Attributes:
+        prompt: what the model sees before the token, `output_ids` after it; None when logits are given.
+        logits: the row to start from, [vocab]; -inf is a masked token.
+        prompt_ids: with logits, the prompt that the stages see.
+        output_ids: tokens that count as sampled already.
+        eos_ids: end-of-sequence tokens that the stages see.
+        stop_token_ids: stop tokens that the stages see.
+        preset: a preset whose values unset knobs take.
+        knobs: plain sampling knobs that were set, by name.
+        seed: key of the noise, 0 to 2^64 - 1; drawn when unset.
+        stages: stages added to the chain by name.
+        order: names of all stages in the order to run them; empty for the default order.
+    """
+
+    prompt: Prompt | None = None
+    logits: Sequence[float] | npt.NDArray[Any] | None = None
+    prompt_ids: Sequence[int] = ()
+    output_ids: Sequence[int] = ()
+    eos_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()
+    preset: str = ""
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    seed: int | None = None
+    stages: Sequence[StageSpec] = ()
+    order: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageResult:
+    """The distribution after one stage.
+
+    Attributes:
+        stage: name of the stage.
+        parameters: its parameters.
+        kept: ids of the tokens that are not masked, ascending, [kept] int64.
+        kept_probabilities: theirs, [kept] float64, summing to 1; every other token has 0.
+        vocab_size: number of tokens in all.
+    """
+
+    stage: str
+    parameters: Mapping[str, object]
+    kept: npt.NDArray[np.int64]
+    kept_probabilities: npt.NDArray[np.float64]
+    vocab_size: int
+
+    @property
+    def probabilities(self) -> npt.NDArray[np.float64]:
+        """Probability of each token, [vocab] float64."""
+        dense = np.zeros(self.vocab_size)
+        dense[self.kept] = self.kept_probabilities
+        return dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingPreview:
+    """What a chain makes of a row of logits.
+
+    Attributes:
+        initial: the distribution before the first stage, under the name `logits`.
+        stages: the distribution after each stage in the order they run; after the select, the one drawn from.
+        chosen: the token that the seed chooses.
+        knobs: the value in force of each plain knob.
+    """
+
+    initial: StageResult
+    stages: tuple[StageResult, ...]
+    chosen: int
+    seed: int
+    knobs: Mapping[str, object]

@@ -20,6 +20,8 @@ from treadle_protos.v1 import (
     sampler_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
+    trace_pb2,
+    trace_pb2_grpc,
 )
 
 from treadle_server.config import ServerConfig
@@ -36,6 +38,7 @@ from treadle_server.service.model_servicer import ModelServicer
 from treadle_server.service.sampler_servicer import SamplerServicer
 from treadle_server.service.served_models import ServedModels
 from treadle_server.service.server_servicer import ServerServicer
+from treadle_server.service.trace_servicer import TraceServicer
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ SERVICES = (
     model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
     sampler_pb2.DESCRIPTOR.services_by_name["SamplerService"].full_name,
     server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name,
+    trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name,
 )
 # Threads that check and tokenise requests; the library releases the interpreter lock while it works.
 _NUM_ADMISSION_THREADS = 4
@@ -68,17 +72,19 @@ class InferenceServer:
         self._health = health.aio.HealthServicer()
         self._active = ActiveRequests()
         self._server = grpc.aio.server(
-            interceptors=[RequestInterceptor(self._active)], options=_channel_options(config)
+            interceptors=[RequestInterceptor(self._active)], options=channel_options(config)
         )
         self._add_services()
 
     def _add_services(self) -> None:
         server = self._server
-        generation = GenerationServicer(self.models, self._executor)
+        generation = GenerationServicer(self.models, self._executor, self.config.max_message_bytes)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.models), server)
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(SamplerServicer(self.plugins), server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(self.models, self.config), server)
+        trace = TraceServicer(self.models, self.plugins, self._executor, self.config.max_message_bytes)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(trace, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -143,12 +149,13 @@ def _pick(kind: type[_Limits], config: ServerConfig) -> _Limits:
     return kind(**{name: getattr(config, name) for name in names if name in ServerConfig.model_fields})
 
 
-def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+    """Return gRPC's options. It ignores names that it does not know, so a test looks for each one in its library."""
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         # Clients ping every 10 s or more to find dead connections, also before they send anything.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent split of the traffic
     ]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from treadle_protos.v1 import generation_pb2 as pb
-from treadle_protos.v1 import model_pb2, value_pb2
+from treadle_protos.v1 import model_pb2, trace_pb2, value_pb2
 
 from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.events import FinishReason, TokenLogprob
 from treadle_server.engine.request import LogprobsMode
+from treadle_server.engine.speculation import Speculation
 from treadle_server.errors import InvalidRequestError, Violation
 from treadle_server.language_model import Choice, Delta, FinishInfo, GenerationSpec, LanguageModel, PromptInfo
 from treadle_server.language_model.spec import Message, Prompt
@@ -22,18 +23,26 @@ from treadle_server.tokenizer import Tokenizer
 _NOT_KNOBS = frozenset({"seed", "stages", "order", "use_model_defaults"})
 _MAX_VALUE_DEPTH = 16
 
-# Where each field of a spec stands in the message.
-_PATHS = {
-    field.name: f"{group.name}.{field.name}"
-    for group in pb.GenerationSpec.DESCRIPTOR.fields
-    if group.name in ("sampling", "stopping", "response")
-    for field in (group.message_type.fields if group.message_type else ())
-}
+# Parts of a GenerationSpec whose fields are fields of ours.
+_GROUPS = ("sampling", "stopping", "response")
+_T = TypeVar("_T")
+_PromptMessage = (
+    pb.GenerationSpec
+    | pb.NegativePrompt
+    | pb.ScoreRequest
+    | trace_pb2.TraceRequest
+    | trace_pb2.PreviewSamplingRequest
+)
 
 _LOGPROBS = {
     pb.LOGPROBS_MODE_UNSPECIFIED: LogprobsMode.NONE,
     pb.LOGPROBS_MODE_RAW: LogprobsMode.RAW,
     pb.LOGPROBS_MODE_PROCESSED: LogprobsMode.PROCESSED,
+}
+_SPECULATION = {
+    pb.SPECULATION_MODE_UNSPECIFIED: Speculation.NONE,
+    pb.SPECULATION_MODE_PROMPT_LOOKUP: Speculation.PROMPT_LOOKUP,
+    pb.SPECULATION_MODE_DRAFT_MODEL: Speculation.DRAFT_MODEL,
 }
 _REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
@@ -50,64 +59,88 @@ def spec_from_proto(spec: pb.GenerationSpec) -> GenerationSpec:
     Raises:
         InvalidRequestError: no prompt, or a value that no spec can hold.
     """
-    sampling, stopping, response = spec.sampling, spec.stopping, spec.response
+    stopping, response = spec.stopping, spec.response
     return GenerationSpec(
         prompt=prompt_from_proto(spec),
         adapter=spec.adapter,
         preset=spec.preset,
-        knobs={f.name: value for f, value in sampling.ListFields() if f.name not in _NOT_KNOBS},
-        seed=_optional(sampling, "seed", None),
-        stages=tuple(_stage_from_proto(index, stage) for index, stage in enumerate(sampling.stages)),
-        order=tuple(sampling.order),
-        use_model_defaults=_optional(sampling, "use_model_defaults", True),
+        use_model_defaults=_optional(spec.sampling, "use_model_defaults", True),
         max_tokens=_optional(stopping, "max_tokens", None),
         min_tokens=stopping.min_tokens,
         stop=tuple(stopping.stop),
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
-        logprobs=_logprobs_from_proto(response.logprobs),
+        logprobs=_enum(_LOGPROBS, response.logprobs, "logprobs", pb.LogprobsMode),
         num_top_logprobs=response.num_top_logprobs,
         prompt_logprobs=response.prompt_logprobs,
         echo=response.echo,
         include_stop=response.include_stop,
         special_tokens=response.special_tokens,
         n=_optional(spec, "n", 1),
+        best_of=_optional(spec, "best_of", None),
+        guidance_scale=_optional(spec, "guidance_scale", 1.0),
+        negative_prompt=prompt_from_proto(spec.negative_prompt) if spec.HasField("negative_prompt") else None,
+        speculation=_enum(_SPECULATION, spec.speculation, "speculation", pb.SpeculationMode),
+        num_draft_tokens=_optional(spec, "num_draft_tokens", None),
+        **sampling_from_proto(spec.sampling),
     )
 
 
+def sampling_from_proto(sampling: pb.SamplingOptions) -> dict[str, Any]:
+    """Return the chain's fields of a spec, of a generation as of a preview."""
+    return {
+        "knobs": {f.name: value for f, value in sampling.ListFields() if f.name not in _NOT_KNOBS},
+        "seed": _optional(sampling, "seed", None),
+        "stages": tuple(_stage_from_proto(index, stage) for index, stage in enumerate(sampling.stages)),
+        "order": tuple(sampling.order),
+    }
+
+
 @contextmanager
-def proto_paths(request: pb.GenerationSpec | pb.ScoreRequest) -> Iterator[None]:
+def proto_paths(request: _PromptMessage) -> Iterator[None]:
     """Let errors name the fields of the message: `top_p` is `sampling.top_p` there, `prompt[3]` is `token_ids[3]`."""
     try:
         yield
     except InvalidRequestError as error:
-        kind = request.WhichOneof("prompt") or "prompt"
-        violations = [Violation(_proto_path(v.field, kind), v.message) for v in error.violations]
+        violations = [Violation(_proto_path(v.field, request), v.message) for v in error.violations]
         raise InvalidRequestError(violations) from error
 
 
-def _proto_path(field: str, prompt_kind: str) -> str:
+def _proto_path(field: str, request: _PromptMessage) -> str:
     end = min((field.find(mark) for mark in "[." if mark in field), default=len(field))
     name, rest = field[:end], field[end:]
-    return (prompt_kind if name == "prompt" else _PATHS.get(name, name)) + rest
+    if name == "prompt":
+        return (request.WhichOneof("prompt") or name) + rest
+    for group in _GROUPS:
+        found = request.DESCRIPTOR.fields_by_name.get(group)
+        if found is not None and found.message_type is not None and name in found.message_type.fields_by_name:
+            return f"{group}.{name}{rest}"
+    return name + rest
 
 
 def _optional(message: Any, field: str, default: Any) -> Any:
     return getattr(message, field) if message.HasField(field) else default
 
 
-def _logprobs_from_proto(mode: pb.LogprobsMode) -> LogprobsMode:
-    if mode not in _LOGPROBS:
-        known = ", ".join(pb.LogprobsMode.keys())
-        raise InvalidRequestError.of("logprobs", f"must be one of {known}, got {mode}")
-    return _LOGPROBS[mode]
+def _enum(meanings: Mapping[Any, _T], value: Any, field: str, kind: Any) -> _T:
+    """Return what an enum's value means, or refuse a number that has no name."""
+    if value not in meanings:
+        raise InvalidRequestError.of(field, f"must be one of {', '.join(kind.keys())}, got {value}")
+    return meanings[value]
 
 
-def prompt_from_proto(message: pb.GenerationSpec | pb.ScoreRequest) -> Prompt:
+def refuse_adapter(name: str) -> None:
+    """Refuse a named adapter: there are none."""
+    if name:
+        raise InvalidRequestError.of("adapter", f"there is no adapter {name!r}")
+
+
+def prompt_from_proto(message: _PromptMessage) -> Prompt:
     """Return the prompt of a message in whichever form it came."""
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequestError.of("prompt", "must be set: a text, token ids or messages")
+        forms = [field.name for field in message.DESCRIPTOR.oneofs_by_name["prompt"].fields]
+        raise InvalidRequestError.of("prompt", f"must be set, one of: {', '.join(forms)}")
     if kind == "token_ids":
         return list(message.token_ids.ids)
     return message.text if kind == "text" else _messages_from_proto(message.messages)
@@ -171,6 +204,11 @@ def values_to_proto(values: Mapping[str, object]) -> dict[str, value_pb2.Value]:
     return {name: value_to_proto(value) for name, value in values.items() if value is not None}
 
 
+def stage_to_proto(name: str, parameters: Mapping[str, object]) -> pb.Stage:
+    """Return a stage with its parameters as a message."""
+    return pb.Stage(name=name, parameters=values_to_proto(parameters))
+
+
 def prompt_info_to_proto(info: PromptInfo, tokenizer: Tokenizer, *, token_ids: bool) -> pb.PromptInfo:
     """Return the first message of a stream."""
     return pb.PromptInfo(
@@ -181,7 +219,7 @@ def prompt_info_to_proto(info: PromptInfo, tokenizer: Tokenizer, *, token_ids: b
         max_tokens=info.max_tokens,
         seed=info.seed,
         knobs=values_to_proto(info.knobs),
-        chain=[pb.Stage(name=s.name, parameters=values_to_proto(s.parameters)) for s in info.chain],
+        chain=[stage_to_proto(stage.name, stage.parameters) for stage in info.chain],
         prompt_token_ids=info.prompt_ids if token_ids else (),
         prompt_logprobs=logprobs_to_proto(info.prompt_logprobs, tokenizer),
     )
@@ -220,6 +258,8 @@ def finish_info_to_proto(info: FinishInfo) -> pb.FinishInfo:
             num_prompt_tokens=info.num_prompt_tokens,
             num_generated_tokens=info.num_generated_tokens,
             num_cached_tokens=info.num_cached_tokens,
+            num_draft_tokens=info.num_draft_tokens,
+            num_accepted_tokens=info.num_accepted_tokens,
         ),
         timings=pb.Timings(
             queue=duration_to_proto(info.timings.queue_s),

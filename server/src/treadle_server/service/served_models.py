@@ -37,13 +37,25 @@ class ServedModels:
             ModelNotFoundError: there is no such model.
             InvalidRequestError: the name is empty and there are several models.
         """
-        if self._unavailable:
-            raise UnavailableError(self._unavailable)
         if not name:
-            if len(self._models) != 1:
+            if (only := self.only()) is None:
                 known = ", ".join(sorted(self._models))
                 raise InvalidRequestError.of("model", f"must name one of the served models: {known}")
-            return next(iter(self._models.values()))
+            return only
+        self._check_available()
         if name not in self._models:
             raise ModelNotFoundError(name, self._models)
         return self._models[name]
+
+    def only(self) -> LanguageModel | None:
+        """Return the model that needs no name; None where there are several.
+
+        Raises:
+            UnavailableError: the server is loading or draining.
+        """
+        self._check_available()
+        return next(iter(self._models.values())) if len(self._models) == 1 else None
+
+    def _check_available(self) -> None:
+        if self._unavailable:
+            raise UnavailableError(self._unavailable)

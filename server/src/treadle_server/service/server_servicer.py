@@ -15,7 +15,7 @@ from treadle_server.service.served_models import ServedModels
 from treadle_server.version import VERSION
 
 _PROTOCOL_VERSION = "v1"
-_CAPABILITIES = ("chat", "logprobs", "prompt_logprobs", "sampler_plugins", "score", "stream")
+_CAPABILITIES = ("chat", "logprobs", "preview", "prompt_logprobs", "sampler_plugins", "score", "stream", "trace")
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
@@ -42,6 +42,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
                 max_choices=config.max_choices,
                 max_top_logprobs=config.max_top_logprobs,
                 max_stop_sequences=config.max_stop_sequences,
+                max_trace_tokens=config.max_trace_tokens,
+                max_trace_bytes=config.max_trace_bytes,
             ),
             uptime=duration_to_proto(time.monotonic() - self._started_s),
         )

@@ -60,7 +60,7 @@ def load_plugins(config: ServerConfig) -> PluginManager:
     """
     plugins = PluginManager.load(config.plugin_dirs, blocked=config.no_plugins, strict=config.strict_plugins)
     for plugin in plugins.plugins:
-        if plugin.status == "failed":
+        if plugin.is_faulty:
             _LOG.warning("plugin %s is not active: %s", plugin.name, plugin.reason)
     return plugins
 

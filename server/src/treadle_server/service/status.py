@@ -26,9 +26,10 @@ from treadle_server.errors import (
 
 _DOMAIN = "treadle"
 _DETAILS_KEY = "grpc-status-details-bin"
-# A status travels in HTTP/2 headers, which peers limit to 8 KB or so.
-_MAX_MESSAGE_LENGTH = 2000
-_MAX_VIOLATIONS = 8
+# A status travels in HTTP/2 headers, which peers limit to 8 KB: the message as it is, three bytes for each of one that
+# is not ASCII, and the details in base64.
+_MAX_MESSAGE_BYTES = 600
+_MAX_VIOLATIONS_BYTES = 2400
 
 # Error type: status code and stable reason, the first that fits.
 _STATUSES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
@@ -49,7 +50,7 @@ _STATUSES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
 async def abort(context: grpc.aio.ServicerContext, error: TreadleError) -> NoReturn:
     """End the RPC with the error's status and details."""
     code, reason = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-    message = str(error)[:_MAX_MESSAGE_LENGTH]
+    message = cut(str(error), _MAX_MESSAGE_BYTES)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN)]
     details += _details(error)
     status = status_pb2.Status(code=code.value[0], message=message, details=[_pack(detail) for detail in details])
@@ -71,18 +72,32 @@ async def abort_internal(context: grpc.aio.ServicerContext) -> NoReturn:
 
 def _details(error: TreadleError) -> list[Message]:
     if isinstance(error, InvalidRequestError):
-        violations = [
-            error_details_pb2.BadRequest.FieldViolation(
-                field=v.field, description=v.message[:_MAX_MESSAGE_LENGTH]
-            )
-            for v in error.violations[:_MAX_VIOLATIONS]
-        ]
-        return [error_details_pb2.BadRequest(field_violations=violations)]
+        return [_bad_request(error)]
     if isinstance(error, QueueFullError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         return [error_details_pb2.RetryInfo(retry_delay=delay)]
     return []
+
+
+def _bad_request(error: InvalidRequestError) -> error_details_pb2.BadRequest:
+    """Return the violations, as many as fit."""
+    bad = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        field, description = cut(violation.field, _MAX_MESSAGE_BYTES), cut(violation.message, _MAX_MESSAGE_BYTES)
+        added = bad.field_violations.add(field=field, description=description)
+        if bad.ByteSize() > _MAX_VIOLATIONS_BYTES:
+            bad.field_violations.remove(added)
+            break
+    return bad
+
+
+def cut(text: str, max_bytes: int) -> str:
+    """Return a text that is valid UTF-8 of at most `max_bytes` and an ellipsis, with no lone surrogates."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= max_bytes:
+        return raw.decode("utf-8")
+    return raw[:max_bytes].decode("utf-8", "ignore") + "..."
 
 
 def _pack(detail: Message) -> any_pb2.Any:

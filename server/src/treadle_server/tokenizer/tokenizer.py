@@ -17,6 +17,9 @@ from treadle_server.tokenizer import bounds, decoding
 from treadle_server.tokenizer.chat_template import ChatTemplate
 from treadle_server.tokenizer.detokenizer import Detokenizer
 
+# Largest token id that a tokenizer may have: some way above any vocabulary, so that a table of all ids stays small.
+_LARGEST_ID = (1 << 24) - 1
+
 
 class Token(NamedTuple):
     """One token of an encoded text and the characters `text[start:end]` that it stands for."""
@@ -178,7 +181,7 @@ def _load_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
@@ -206,7 +209,10 @@ def _load_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _token_table(backend: tokenizers.Tokenizer, added: Mapping[int, str]) -> tuple[str | None, ...]:
     """Return each id's token as the vocabulary spells it, None for an id without one."""
     by_id = {token_id: token for token, token_id in backend.get_vocab(with_added_tokens=True).items()} | dict(added)
-    return tuple(by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1))
+    largest = max(by_id, default=-1)
+    if largest > _LARGEST_ID:
+        raise CheckpointError(f"tokenizer.json: token ids must be at most {_LARGEST_ID}, but one is {largest}")
+    return tuple(by_id.get(token_id) for token_id in range(largest + 1))
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
