@@ -309,6 +309,11 @@ def config() -> dict[str, object]:
     }
 
 
+def generation_config() -> dict[str, object]:
+    """Return generation_config.json: greedy, so that the model says the same each time unless a request samples."""
+    return {"temperature": 0.0, "eos_token_id": 0, "pad_token_id": 0}
+
+
 def tokenizer() -> dict[str, object]:
     """Return tokenizer.json: words between spaces, or written together as Chinese is.
 
@@ -367,7 +372,7 @@ def write_folder(folder: Path, tensors: Tensors) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
     write_json(folder / "config.json", config())
-    write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0})
+    write_json(folder / "generation_config.json", generation_config())
     write_json(folder / "tokenizer.json", tokenizer())
     write_json(folder / "tokenizer_config.json", tokenizer_config())
     write_json(folder / "manifest.json", manifest(tensors, folder))

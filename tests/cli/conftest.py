@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
@@ -89,6 +90,26 @@ def treadle() -> Callable[..., subprocess.CompletedProcess[str]]:
         assert done.returncode == status, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_terminal() -> Callable[..., str]:
+    """Run a command with its stdout on a terminal; returns what the terminal got. The command must succeed."""
+
+    def run(*arguments: str | Path, stdin: str = "") -> str:
+        terminal, process_end = pty.openpty()
+        command = [*TREADLE, *map(str, arguments)]
+        # Piped stdin: the command sees a terminal only where it writes. What it writes fits into the terminal's buffer.
+        done = subprocess.run(
+            command, input=stdin.encode(), stdout=process_end, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+        shown = os.read(terminal, 1 << 16).decode().replace("\r\n", "\n")
+        os.close(process_end)
+        os.close(terminal)
+        assert done.returncode == 0, done.stderr
+        return shown
 
     return run
 

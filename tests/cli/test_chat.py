@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from treadle_client import Client
+from treadle_server.config import ServerConfig
+from treadle_server.service.embedded import embedded_server
 
 Run = Callable[..., Any]  # the fixtures `treadle` and `start`
 GREEDY = ("--temperature", "0", "--max-tokens", "6")
@@ -31,20 +33,23 @@ def answer(client: Client, *contents: str, system: str | None = None) -> str:
 
 
 def test_each_answer_knows_the_conversation(treadle: Run, target: str) -> None:
-    """Every turn sends the whole conversation, system message first, until /reset; blank lines are nothing."""
+    """Every turn sends the whole conversation, system message first, until /reset; blank lines are nothing.
+
+    An empty line ends each answer.
+    """
     lines = "hi\n\nthe cat\n/reset\nhi\n/quit\nnever sent\n"
     done = treadle("chat", "tiny", "--target", target, "--system", "a", *GREEDY, stdin=lines)
     with Client(target) as client:
         first = answer(client, "hi", system="a")
         second = answer(client, "hi", first, "the cat", system="a")
-    assert done.stdout == f"{first}\n{second}\n{first}\n"
+    assert done.stdout == f"{first}\n\n{second}\n\n{first}\n\n"
 
 
 def test_an_embedded_server_serves_the_chat(treadle: Run, tiny_folder: Path, target: str) -> None:
     """Without --target the model runs in this process and says the same; the end of the input ends the chat."""
     done = treadle("chat", tiny_folder, *GREEDY, stdin="hi")
     with Client(target) as client:
-        assert done.stdout == answer(client, "hi") + "\n"
+        assert done.stdout == answer(client, "hi") + "\n\n"
 
 
 def test_a_full_context_offers_a_reset(treadle: Run, target: str) -> None:
@@ -52,7 +57,7 @@ def test_a_full_context_offers_a_reset(treadle: Run, target: str) -> None:
     lines = f"{'cat ' * 200}\nhi\n"
     done = treadle("chat", "--target", target, *GREEDY, stdin=lines)
     with Client(target) as client:
-        assert done.stdout == answer(client, "hi") + "\n"
+        assert done.stdout == answer(client, "hi") + "\n\n"
     assert "128 tokens is full" in done.stderr
     assert "/reset" in done.stderr
 
@@ -61,6 +66,34 @@ def test_an_answer_that_fills_the_context_says_so(treadle: Run, target: str) -> 
     """The note comes after an answer that ended because the context was full, too."""
     done = treadle("chat", "--target", target, "--ignore-eos", "--seed", "1", stdin="hi\n")
     assert "128 tokens is full" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "defaults", "knobs"),
+    [
+        ([], {}, {"preset": "chat"}),
+        (["--seed", "4"], {}, {"preset": "chat"}),
+        ([], {"temperature": 0.6}, {}),
+        (["--top-p", "0.5"], {}, {"top_p": 0.5}),
+        (["--preset", "code"], {}, {"preset": "code"}),
+        (["--order", "top_k,categorical"], {}, {}),
+    ],
+)
+def test_the_preset_chat_is_for_where_nothing_is_said(
+    treadle: Run, tiny_folder: Path, tmp_path: Path, options: list[str], defaults: Any, knobs: Any
+) -> None:
+    """Without a sampling flag and without the model's own settings, answers are drawn as the preset chat says."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(tiny_folder, folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | defaults))
+    done = treadle("chat", folder, "--seed", "1", "--max-tokens", "8", *options, stdin="hi")
+    keywords = {"seed": 4 if "--seed" in options else 1, "max_tokens": 8, **knobs}
+    if "--order" in options:
+        keywords["order"] = ["top_k", "categorical"]
+    with embedded_server([str(folder)], ServerConfig(port=0)) as address, Client(address) as client:
+        text = client.generate([{"role": "user", "content": "hi"}], **keywords).text
+    assert done.stdout == text + "\n\n"
 
 
 def test_wrong_use_is_named(treadle: Run, tiny_folder: Path, target: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_it_answers_not_serving_while_it_loads(start: Run, slow_model: Path, fre
     with start("serve", slow_model, "--port", str(free_port)) as process, Client(f"127.0.0.1:{free_port}") as client:
         while b"loading" not in process.stderr.readline():
             pass
-        with pytest.raises(TreadleClientError, match=r"(?i)deadline|loading"):
+        with pytest.raises(TreadleClientError, match=r"no ready server"):
             client.wait_ready(timeout_s=0.3)
         with pytest.raises(UnavailableError, match="loading"):
             client.generate("the", max_tokens=1)
@@ -136,6 +136,7 @@ def test_the_configuration_file_counts_and_options_override_it(serve: Run, tiny_
         ("colour = 1", ["colour"]),
         ("max_choices = 0", ["max_choices", "0"]),
         ("max_choices = x", ["treadle.toml", "line 1"]),
+        (f"max_choices = {'[' * 5000}{']' * 5000}", ["treadle.toml", "nested too deeply"]),
     ],
 )
 def test_a_wrong_configuration_is_named(
@@ -175,5 +176,5 @@ def test_strict_plugins_refuses_a_broken_one(treadle: Run, serve: Run, tiny_fold
     (tmp_path / "broken.py").write_text("raise RuntimeError('no luck')")
     with serve(tiny_folder, "--plugin-dir", tmp_path) as (_, address):
         listed = json.loads(treadle("plugins", "--target", address, "--json").stdout)
-    assert [(p["name"], p["status"]) for p in listed] == [("samplers", "active"), ("broken", "failed")]
+    assert {p["name"] for p in listed if p["status"] != "active"} == {"broken"}
     assert_fails(treadle, ["broken", "no luck"], tiny_folder, "--plugin-dir", tmp_path, "--strict-plugins")

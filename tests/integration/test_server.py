@@ -14,6 +14,7 @@ from treadle_server.config import ServerConfig
 from treadle_server.errors import ConfigError
 from treadle_server.plugins import PluginManager
 from treadle_server.service.app import SERVICES, InferenceServer
+from treadle_server.service.embedded import embedded_server
 
 
 def test_reflection_lists_the_services(target: str) -> None:
@@ -94,3 +95,12 @@ async def test_taken_port_is_a_clear_error() -> None:
         await second.start()
     await second.stop(0)
     await first.stop(0)
+
+
+def test_draft_model_is_a_setting_of_the_served_model(tiny_folder: Path) -> None:
+    """A model that the settings give a draft model takes requests that ask for it, and counts what it accepts."""
+    config = ServerConfig(port=0, numerics="reproducible", drafts={"tiny": str(tiny_folder)}, grace_s=0)
+    with embedded_server([f"tiny={tiny_folder}"], config) as target, Client(target) as client:
+        answer = client.generate("hello", temperature=0, max_tokens=20, ignore_eos=True, speculation="draft_model")
+    usage = answer.choices[0].finish.usage
+    assert 0 < usage.num_accepted_tokens <= usage.num_draft_tokens

@@ -19,6 +19,7 @@ from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from treadle_plugin_api.backend import Batch
+from treadle_server import LanguageModel
 from treadle_server.checkpoints.loading import load_checkpoint
 from treadle_server.model.decoder import Decoder
 from treadle_server.tokenizer import Detokenizer, Tokenizer
@@ -184,6 +185,14 @@ def test_sampled_sentences(model: Model, first: str) -> None:
             assert chance == pytest.approx(documented, abs=0.03), words
             total += chance
     assert total > 0.95
+
+
+def test_it_is_greedy_unless_asked_to_sample() -> None:
+    """The model's own settings give the same text under any seed; at temperature 1 the seed decides."""
+    with LanguageModel.load("cat-mouse") as model:
+        assert dict(model.default_knobs) == {"temperature": 0.0}
+        assert {model.generate("猫 追", seed=seed).text for seed in range(40)} == {" 老鼠"}
+        assert {model.generate("猫 追", temperature=1, seed=seed).text for seed in range(40)} == {" 老鼠", " 我"}
 
 
 def test_the_cat_chases_the_mouse(model: Model) -> None:

@@ -37,12 +37,18 @@ class ServerConfig(BaseModel):
     max_kv_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
         4 << 30, description="memory for keys and values in bytes, a model"
     )
+    max_stage_s: Annotated[float, Field(gt=0)] = Field(
+        0.05, description="seconds that a sampler stage may take for a row; slower calls are counted and logged"
+    )
     max_choices: Annotated[int, Field(ge=1)] = Field(128, description="largest n of a request")
     max_top_logprobs: Annotated[int, Field(ge=0)] = Field(128, description="most likely tokens listed at a position")
     max_stop_sequences: Annotated[int, Field(ge=0)] = Field(64, description="stop strings or stop tokens of a request")
     max_trace_tokens: Annotated[int, Field(ge=1)] = Field(512, description="tokens of a traced prompt")
     max_trace_bytes: Annotated[int, Field(ge=1)] = Field(
         256 << 20, description="memory for the intermediates of a trace in bytes; two traces run at once"
+    )
+    drafts: dict[str, str] = Field(
+        default_factory=dict, description="draft model of each served model that has one, by the served model's name"
     )
     plugin_dirs: tuple[Path, ...] = Field((), description="folders of single-file plugins")
     no_plugins: tuple[str, ...] = Field((), description="plugins to leave out, by name")

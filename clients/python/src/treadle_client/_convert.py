@@ -250,6 +250,7 @@ def _sampler(sampler: sampler_pb2.Sampler) -> Sampler:
         plugin=sampler.plugin,
         parameters_json_schema=sampler.parameters_json_schema,
         summary=sampler.summary,
+        num_slow_calls=sampler.num_slow_calls,
     )
 
 

@@ -191,7 +191,8 @@ class Model:
 class Sampler:
     """A sampler stage that the server has.
 
-    `kind` is `mask`, `penalty`, `transform`, `filter` or `select`; `parameters_json_schema` is JSON text.
+    `kind` is `mask`, `penalty`, `transform`, `filter` or `select`; `parameters_json_schema` is JSON text;
+    `num_slow_calls` counts the calls that took longer than the server's `max_stage_s`.
     """
 
     name: str
@@ -199,6 +200,7 @@ class Sampler:
     plugin: str
     parameters_json_schema: str
     summary: str
+    num_slow_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

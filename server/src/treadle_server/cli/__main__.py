@@ -1,5 +1,5 @@
 """`python -m treadle_server.cli` is the `treadle` command."""
 
-from treadle_server.cli.app import main
+from treadle_server.cli import main
 
 main()

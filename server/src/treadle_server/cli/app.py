@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from treadle_server.cli.chat import chat
 from treadle_server.cli.command import prepare
+from treadle_server.cli.explain import explain
+from treadle_server.cli.failure import reported_failures
 from treadle_server.cli.generate import generate
 from treadle_server.cli.models import models
+from treadle_server.cli.new_plugin import new_plugin
 from treadle_server.cli.plugins import plugins
 from treadle_server.cli.pull import pull
 from treadle_server.cli.serve import serve
+from treadle_server.cli.streams import prepare_streams
 
 
-def main() -> None:
+def run() -> None:
     """Run the command that the arguments name, and exit with its status."""
     # gRPC's C core logs each refused connection and taken port; the commands say it themselves, in one line.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    for stream in (sys.stdout, sys.stderr):
-        _replace_unwritable(stream)
-    make_app()(prog_name="treadle")
+    prepare_streams()
+    with reported_failures():
+        make_app()(prog_name="treadle")
 
 
 def make_app() -> typer.Typer:
@@ -35,7 +38,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (generate, chat, serve, models, pull, plugins):
+    for command in (generate, chat, explain, serve, models, pull, plugins, new_plugin):
         app.command()(prepare(command))
     return app
 
@@ -55,10 +58,3 @@ def _show_version(given: bool) -> None:
 
         typer.echo(f"treadle {VERSION}")
         raise typer.Exit
-
-
-def _replace_unwritable(stream: TextIO | None) -> None:
-    """Have characters that a terminal's encoding lacks shown as question marks, not raise."""
-    reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treadle_server.cli.connection import connected
-from treadle_server.cli.failure import CommandFailedError, show_errors, violation_lines, wrong_use
+from treadle_server.cli.failure import CommandFailedError, reading_stdin, show_errors, violation_lines, wrong_use
 from treadle_server.cli.options import SamplingFlags, ServerFlags, Target
-from treadle_server.cli.output import write
+from treadle_server.cli.output import write, write_foreign
 
 if TYPE_CHECKING:
     from treadle_client import Client, InvalidArgumentError, Stream
@@ -27,7 +27,10 @@ def chat(
     target: Target = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message that opens the chat.")] = None,
 ) -> None:
-    """Hold a conversation through the model's chat template. Answers stream; /help lists what can be typed."""
+    """Hold a conversation through the model's chat template. Answers stream; /help lists what can be typed.
+
+    Where neither an option here nor the model says how tokens are chosen, the preset chat does.
+    """
     if target is None and model is None:
         raise wrong_use("MODEL is needed, unless --target names a running server")
     keywords = sampling.keywords()
@@ -37,6 +40,8 @@ def chat(
             raise CommandFailedError(
                 [f"the model {served.name!r} has no chat template; use `treadle generate` to continue a text"]
             )
+        if sampling.choose_nothing() and not served.default_knobs:
+            keywords["preset"] = "chat"
         conversation = Conversation(client, system, {**keywords, "model": served.name}, served.context_length)
         _Terminal(conversation).run()
 
@@ -78,7 +83,10 @@ class Conversation:
 
 
 class _Terminal:
-    """Reads lines, and writes answers as they come. Over a pipe there are no prompts, and an error ends it."""
+    """Reads lines, and writes answers as they come.
+
+    Over a pipe there are no prompts, an empty line ends each answer, and an error ends it all.
+    """
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
@@ -103,11 +111,13 @@ class _Terminal:
     def _read_line(self) -> str | None:
         """Return the next line without its end; None at the end of the input."""
         if not self._interactive:
-            line = sys.stdin.readline()
+            with reading_stdin():
+                line = sys.stdin.buffer.readline().decode("utf-8")
             return line.rstrip("\r\n") if line else None
         while True:
             try:
-                return input("> ")
+                with reading_stdin():
+                    return input("> ")
             except EOFError:
                 write("\n")
                 return None
@@ -135,10 +145,10 @@ class _Terminal:
     def _write(self, stream: Stream) -> None:
         try:
             for chunk in stream:
-                write(chunk.text)
+                write_foreign(chunk.text)
         except KeyboardInterrupt:
             self._note("\n[stopped]", end="")
-        write("\n")
+        write("\n" if self._interactive else "\n\n")
         if any(finish.reason == "context_full" for finish in stream.finishes.values()):
             self._note_full()
 

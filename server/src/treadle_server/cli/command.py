@@ -1,4 +1,4 @@
-"""Prepares the functions behind the commands: groups of options as dataclasses, failures as lines and exit statuses."""
+"""Prepares the functions behind the commands: groups of options become dataclasses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
-
-from treadle_server.cli.failure import reported_failures
 
 
 def prepare(command: Callable[..., None]) -> Callable[..., None]:
@@ -21,8 +19,7 @@ def prepare(command: Callable[..., None]) -> Callable[..., None]:
     def run(**arguments: Any) -> None:
         for name, group in groups.items():
             arguments[name] = group(**{f.name: arguments.pop(f.name) for f in dataclasses.fields(group)})
-        with reported_failures():
-            command(**arguments)
+        command(**arguments)
 
     own = [p.replace(annotation=hints[p.name]) for p in _parameters(command) if p.name not in groups]
     fields = [parameter for group in groups.values() for parameter in _field_parameters(group)]

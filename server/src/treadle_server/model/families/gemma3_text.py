@@ -22,9 +22,9 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     fields = gemma_fields(hf, "gemma3_text", context_length=131072, theta=1e6)
     fields["positions"] = _positions(hf, fields["attention"].head_dim, types)
     fields["logit_softcap"] = hf.optional_number("final_logit_softcapping")
+    hf.optional_number("attn_logit_softcapping")  # transformers keeps it and never applies it to this family
     attention = {
         "scale": hf.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-        "softcap": hf.optional_number("attn_logit_softcapping"),
         "qk_norm": "head",
         "windows": hf.windows(types),
     }
