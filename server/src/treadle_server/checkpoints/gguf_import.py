@@ -1,20 +1,24 @@
 """Turns a GGUF file into a Hugging Face folder: config.json, generation_config.json, tokenizer, model.safetensors.
 
-An architecture is a pair of functions; adding one is a module like `gguf_llama` and a line in the table below.
+What is particular to an architecture is an entry of `gguf_architectures` and a function of `gguf_configs`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from treadle_server.checkpoints.gguf_architectures import Architecture, find_architecture
+from treadle_server.checkpoints.gguf_configs import head_sizes
 from treadle_server.checkpoints.gguf_file import GgufFile, open_gguf
-from treadle_server.checkpoints.gguf_llama import llama_config, llama_tensors
-from treadle_server.checkpoints.gguf_tensors import MappedTensor, to_source
-from treadle_server.checkpoints.gguf_tokenizer import SpecialIds, write_tokenizer
+from treadle_server.checkpoints.gguf_mapping import map_tensors
+from treadle_server.checkpoints.gguf_rows import Heads
+from treadle_server.checkpoints.gguf_settings import Settings
+from treadle_server.checkpoints.gguf_tensors import to_source
+from treadle_server.checkpoints.gguf_tokenizer import write_tokenizer
+from treadle_server.checkpoints.gguf_vocabulary import SpecialIds
 from treadle_server.checkpoints.loading import load_checkpoint
 from treadle_server.checkpoints.progress import Progress, Reporter
 from treadle_server.checkpoints.safetensors_stream import TensorSource, write_stream
@@ -30,31 +34,19 @@ _SAMPLING_DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """How a GGUF architecture becomes a Hugging Face model."""
-
-    config: Callable[[GgufFile], dict[str, Any]]
-    tensors: Callable[[GgufFile, dict[str, Any]], Iterable[MappedTensor]]
-
-
-_ARCHITECTURES = {"llama": _Architecture(llama_config, llama_tensors)}
-
-
 def import_gguf(path: Path, folder: Path, progress: Progress | None = None) -> str | None:
     """Write the model into an empty folder and return its licence, if the file says one.
 
     Raises CheckpointError when the file is damaged, UnsupportedModelError when treadle cannot say what it holds.
     """
     file = open_gguf(path)
-    architecture = _ARCHITECTURES.get(file.architecture)
-    if architecture is None:
-        supported = ", ".join(sorted(_ARCHITECTURES))
-        raise UnsupportedModelError(
-            f"{path}: the GGUF architecture {file.architecture!r} is not supported; supported: {supported}"
-        )
-    config = architecture.config(file)
-    sources = [to_source(mapped, path) for mapped in architecture.tensors(file, config)]
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModelError(f"{path}: is one part of a split model; join the parts with llama-gguf-split first")
+    settings = Settings(file)
+    architecture = find_architecture(settings)
+    config = _config(settings, architecture)
+    heads = Heads(*head_sizes(settings))
+    sources = [to_source(mapped, path) for mapped in map_tensors(settings, architecture, heads)]
     ids = write_tokenizer(file, folder)
     _write_json(folder / "config.json", config | _config_ids(ids) | {"torch_dtype": _main_dtype(sources)})
     _write_json(folder / "generation_config.json", _generation_config(file, ids))
@@ -62,6 +54,12 @@ def import_gguf(path: Path, folder: Path, progress: Progress | None = None) -> s
     write_stream(folder / "model.safetensors", sources, reporter.advance)
     _check_loads(path, folder)
     return file.get("general.license", str)
+
+
+def _config(settings: Settings, architecture: Architecture) -> dict[str, Any]:
+    config = architecture.config(settings)
+    settings.refuse_unread()
+    return {"architectures": [architecture.hf_class], "model_type": architecture.model_type} | config
 
 
 def _check_loads(path: Path, folder: Path) -> None:

