@@ -85,6 +85,32 @@ WRONG = {
     ),
     "stage unknown": (spec(sampling=pb.SamplingOptions(stages=[pb.Stage(name="x")])), "sampling.stages[0].name", "'x'"),
     "order unknown": (spec(sampling=pb.SamplingOptions(order=["x"])), "sampling.order[0]", "'x'"),
+    "min_p": (spec(sampling=pb.SamplingOptions(min_p=NAN)), "sampling.min_p", "above 0 and at most 1"),
+    "bias id": (
+        spec(sampling=pb.SamplingOptions(logit_bias=pb.TokenBiases(biases={4000: 1.0}))),
+        "sampling.logit_bias.4000",
+        "received 4000",
+    ),
+    "bias inf": (
+        spec(sampling=pb.SamplingOptions(logit_bias=pb.TokenBiases(biases={4: INF}))),
+        "sampling.logit_bias.4",
+        "inf",
+    ),
+    "allowed none": (
+        spec(sampling=pb.SamplingOptions(allowed_token_ids=pb.TokenIds())),
+        "sampling.allowed_token_ids",
+        "at least 1 item",
+    ),
+    "bad word empty": (
+        spec(sampling=pb.SamplingOptions(bad_words=pb.Texts(texts=["a", ""]))),
+        "sampling.bad_words[1]",
+        "at least 1 character",
+    ),
+    "suppressed id": (
+        spec(sampling=pb.SamplingOptions(suppress_tokens=pb.TokenIds(ids=[4000]))),
+        "sampling.suppress_tokens[0]",
+        "received 4000",
+    ),
     "preset": (spec(preset="x"), "preset", "creative"),
     "adapter": (spec(adapter="x"), "adapter", "'x'"),
 }

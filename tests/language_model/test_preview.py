@@ -47,7 +47,7 @@ def test_temperature_top_k_and_top_p_by_hand() -> None:
     assert [stage.kept.tolist() for stage in result.stages] == [[0, 1, 2, 3, 4, 5], [2, 3, 4], [2, 3], [2, 3]]
     two = [p if i in (2, 3) else 0 for i, p in enumerate(warm)]
     np.testing.assert_allclose(result.stages[3].probabilities, [p / sum(two) for p in two], atol=1e-6)
-    assert result.stages[0].parameters == {"temperature": 0.7}
+    assert result.stages[0].parameters["temperature"] == 0.7
     assert result.knobs["top_p"] == 0.9
 
 

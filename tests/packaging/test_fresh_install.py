@@ -92,9 +92,24 @@ def test_every_part_is_installed(umbrella, parts) -> None:
 def test_lists_the_built_in_samplers(umbrella) -> None:
     """`treadle plugins` shows the built-in stages, which came through their entry point."""
     plugins = json.loads(umbrella.run("treadle", "plugins", "--json"))
-    (built_in,) = (plugin for plugin in plugins if plugin["distribution"] == "treadle-samplers")
-    assert built_in["status"] == "active"
-    assert {"greedy", "categorical", "temperature", "top_k", "top_p"} <= set(built_in["stages"])
+    built_in = {plugin["name"]: plugin for plugin in plugins if plugin["distribution"] == "treadle-samplers"}
+    assert built_in["samplers"]["status"] == "active"
+    assert {"greedy", "categorical", "temperature", "top_k", "top_p"} <= set(built_in["samplers"]["stages"])
+
+
+def test_the_grammar_is_an_extra(umbrella) -> None:
+    """Without llguidance the stage is listed with what to install, which is no fault, and naming it says the same."""
+    plugins = json.loads(umbrella.run("treadle", "plugins", "--check", "--json"))
+    (grammar,) = (plugin for plugin in plugins if plugin["name"] == "grammar")
+    assert grammar["status"] == "failed"
+    assert "pip install 'treadle-samplers[grammar]'" in grammar["reason"]
+    command = [umbrella.program("treadle"), "generate", "猫", "--strict-plugins", "--stage", 'grammar:{"regex": "a"}']
+    done = subprocess.run(
+        command, cwd=umbrella.work, env=umbrella.variables(), capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'treadle-samplers[grammar]'" in done.stderr
 
 
 def test_the_client_needs_no_numpy(client_alone) -> None:

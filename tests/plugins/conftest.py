@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ def _built_in() -> PluginSource:
     return PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin)
 
 
+@functools.cache  # a manager never changes, and registering checks every class
 def _manager_of(*classes: StageClass) -> PluginManager:
     return PluginManager([_built_in(), *([_source_of(*classes)] if classes else [])], strict=True)
 

@@ -12,9 +12,11 @@ HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("treadle_"))
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_documented(hook: str):
-    """Each hook has a docstring and is explained to authors."""
-    assert inspect.getdoc(getattr(hookspecs, hook))
-    assert hook in (ROOT / "plugins" / "README.md").read_text(encoding="utf-8")
+    """Each hook has a docstring, and an entry of its own in the page for authors, with its arguments."""
+    function = getattr(hookspecs, hook)
+    assert inspect.getdoc(function)
+    entry = f"`{hook}({', '.join(inspect.signature(function).parameters)})`\n: "
+    assert entry in (ROOT / "plugins" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("hook", HOOKS)

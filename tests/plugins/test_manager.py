@@ -267,5 +267,6 @@ def test_unknown_stage_lists_the_known(manager_of):
 def test_select_base_is_told_apart(manager_of):
     """Only subclasses of Select choose tokens."""
     registry = manager_of().registry
-    assert [entry.name for entry in registry.entries() if entry.is_select] == ["categorical", "greedy"]
+    selects = [entry.name for entry in registry.entries() if entry.is_select]
+    assert selects == ["categorical", "greedy", "mirostat", "adaptive_p"]
     assert issubclass(registry.get("greedy").cls, Select)

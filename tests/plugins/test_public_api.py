@@ -9,8 +9,9 @@ import treadle_plugin_api
 def test_public_names():
     """The top level is small, and a name leaves it only with a new version of the contract."""
     assert sorted(treadle_plugin_api.__all__) == [
-        "API_VERSION", "Field", "Kind", "Knob", "Logits", "MASS_SLACK", "ModelInfo", "PrivateAttr", "SamplingContext",
-        "Select", "Stage", "finite", "hookimpl", "hookspec", "keep", "softmax64", "top_ids",
+        "API_VERSION", "Field", "Kind", "Knob", "Logits", "MASS_SLACK", "MissingExtraError", "ModelInfo", "PrivateAttr",
+        "RequestInfo", "RequestResult", "SamplingContext", "Select", "Stage", "finite", "hookimpl", "hookspec", "keep",
+        "softmax64", "top_ids",
     ]  # fmt: skip
     assert all(hasattr(treadle_plugin_api, name) for name in treadle_plugin_api.__all__)
 

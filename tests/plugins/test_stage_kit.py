@@ -1,5 +1,6 @@
 """`check_stage` lets good stages through and names the rule that a bad one breaks."""
 
+import time
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -113,6 +114,13 @@ def in_place(self, logits, context, state=None):
     return logits
 
 
+def sleeping(self, logits, context, state=None):
+    """Takes its time on long rows."""
+    if len(logits) > 1000:
+        time.sleep(0.06)
+    return logits
+
+
 def only_most_likely_of_batch(cls, stages, logits, contexts, states):
     """Compares rows with each other."""
     return np.where(logits == logits.max(), logits, -np.inf)
@@ -161,6 +169,16 @@ def spoiling_batch(cls, stages, logits, contexts, states):
         ),
         (
             broken(
+                lambda self, logits, context, state=None: logits + np.float32(len(state[0])),
+                start=lambda self, context: ([], []),
+                accept=lambda self, state, token_id: [tokens.append(token_id) for tokens in state],
+                clone=lambda self, state: (list(state[0]), state[0]),
+            ),
+            "an original changes when its clone",
+        ),
+        (broken(sleeping), "on a row of 152000 tokens: takes .* over 0.05 s"),
+        (
+            broken(
                 lambda self, logits, context, state=None: logits + np.float32(len(state)),
                 start=lambda self, context: [],
                 apply_batch=classmethod(spoiling_batch),
@@ -173,6 +191,29 @@ def test_bad_stages_are_named(cls: type, reason: str):
     """Each broken rule is found, and the message says which."""
     with pytest.raises((AssertionError, ValueError), match=reason):
         check_stage(cls)
+
+
+class Wanting(Stage):
+    """Needs a word that no model of the kit has; its default too."""
+
+    name = "wanting"
+    kind = "mask"
+    word: str = Field(default="", description="a word")
+
+    def check(self, model_info):
+        """Look for it."""
+        raise ValueError(f"no token {self.word!r}")
+
+    def apply(self, logits, context, state=None):
+        """Nothing."""
+        return logits
+
+
+def test_parameters_that_no_model_fits_test_nothing():
+    """Refused defaults are a stage's right; refused parameters of a test are its author's mistake."""
+    check_stage(Wanting)
+    with pytest.raises(AssertionError, match="was not tested: its check refuses every model, no token 'x'"):
+        check_stage(Wanting, word="x")
 
 
 class Undescribed(Stage):

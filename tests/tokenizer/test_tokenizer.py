@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 from treadle_server.errors import ChatTemplateError, CheckpointError, InvalidRequestError
-from treadle_server.tokenizer import Tokenizer
+from treadle_server.tokenizer import Detokenizer, Tokenizer
 
 quick = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -51,6 +51,20 @@ def test_token_bytes_of_each_kind(tokenizers_by_kind: dict[str, Tokenizer]) -> N
     assert spell("byte_level", "Ġ") == b" "
     assert spell("byte_level", "née Ω") == "née Ω".encode()
     assert tokenizers_by_kind["word_level"].token_bytes(6) == tokenizers_by_kind["word_level"].token_bytes(-1) == b""
+
+
+@given(ids=st.lists(st.integers(0, 40), min_size=1, max_size=12))
+@quick
+def test_text_is_bytes_where_it_says_so(tokenizers_by_kind: dict[str, Tokenizer], ids: list[int]) -> None:
+    """Behind a prompt, the text of any tokens is their bytes, unless the tokenizer says that words are set apart."""
+    exact = {kind for kind, tokenizer in tokenizers_by_kind.items() if tokenizer.text_is_bytes}
+    assert exact >= {"byte_level", "gemma", "llama2"}
+    assert exact.isdisjoint({"word_piece", "word_level", "end_of_word", "clean_up"})
+    for tokenizer in map(tokenizers_by_kind.__getitem__, exact):
+        plain = [i for i in ids if i < tokenizer.vocab_size and not tokenizer.is_special(i)]
+        detokenizer = Detokenizer(tokenizer, prompt_ids=tokenizer.encode("a"))
+        text = detokenizer.push(plain) + detokenizer.flush()
+        assert text == b"".join(map(tokenizer.token_bytes, plain)).decode("utf-8", "replace")
 
 
 @given(text=st.text(max_size=60), kind=st.sampled_from(["byte_level", "gemma", "llama2", "word_piece", "unigram"]))

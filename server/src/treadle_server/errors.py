@@ -12,6 +12,7 @@ TreadleError
 ├── QueueFullError            the server holds as many requests as it is allowed to; retry later
 ├── NonFiniteLogitsError      the model produced NaN or +inf; that request fails, the server serves on
 ├── EngineError               the engine itself failed (out of memory, a fault); the server serves on
+├── TrainingError             a training step was refused and changed nothing: no gradients, a NaN, another optimizer
 ├── ChatTemplateError         the model's chat template is missing, raised, or ran past its limits
 └── UnavailableError         the server drains and takes no new requests
 
@@ -107,6 +108,10 @@ class NonFiniteLogitsError(TreadleError):
 
 class EngineError(TreadleError):
     """Raised when a step of the engine fails for a reason that is not the request's."""
+
+
+class TrainingError(TreadleError):
+    """Raised when a training step cannot be done: no gradients wait, or a loss is not finite. The state is as before."""
 
 
 class ChatTemplateError(TreadleError):

@@ -6,10 +6,10 @@ What protobuf can carry but the server refuses, such as NaN or a top_p of 7, is 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from treadle_protos.v1.value_pb2 import Value
 
@@ -100,15 +100,38 @@ def to_scalar(field: Any, value: object, path: str) -> object:
 
 
 def set_field(message: Any, name: str, value: object, path: str) -> None:
-    """Set a field of scalars, alone or repeated, as its descriptor declares it."""
+    """Set a field as its descriptor declares it: scalars, alone or repeated; a message stands for its only field.
+
+    Such a message tells an empty list from none at all.
+    """
     field = message.DESCRIPTOR.fields_by_name[name]
-    current = getattr(message, name)
-    if isinstance(current, MutableSequence):
+    current: Any = getattr(message, name)
+    if isinstance(current, MutableMapping):
+        _set_map(current, field, value, path)
+    elif isinstance(current, MutableSequence) and field.message_type is not None:
+        for i, item in enumerate(to_items(value, path, "a list of lists")):
+            _set_only_field(cast("Any", current).add(), item, f"{path}[{i}]")
+    elif field.message_type is not None:
+        _set_only_field(current, value, path)
+    elif isinstance(current, MutableSequence):
         kind = "texts" if field.type == field.TYPE_STRING else "numbers"
         items = to_items(value, path, f"a list of {kind}")
         current.extend([to_scalar(field, item, f"{path}[{i}]") for i, item in enumerate(items)])
     else:
         setattr(message, name, to_scalar(field, value, path))
+
+
+def _set_only_field(message: Any, value: object, path: str) -> None:
+    message.SetInParent()
+    set_field(message, message.DESCRIPTOR.fields[0].name, value, path)
+
+
+def _set_map(current: MutableMapping[object, object], field: Any, value: object, path: str) -> None:
+    if not isinstance(value, Mapping):
+        raise refuse(path, "a mapping", value)
+    types = field.message_type.fields_by_name
+    for key, item in value.items():
+        current[to_scalar(types["key"], key, f"{path} (a key)")] = to_scalar(types["value"], item, f"{path}.{key}")
 
 
 def to_value(value: object, path: str, depth: int = 0) -> Value:

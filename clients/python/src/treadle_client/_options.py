@@ -32,6 +32,38 @@ class ChainOptions(TypedDict, total=False):
     temperature: float | None  # 0 or more; 0 chooses the most likely token
     top_k: int | None  # keeps the k most likely tokens; 0 and -1 keep all
     top_p: float | None  # in (0, 1]; keeps the smallest set of tokens with at least this probability
+    min_p: float | None  # in [0, 1]; keeps the tokens at least this share as likely as the most likely one
+    typical_p: float | None  # in (0, 1]; keeps the smallest set of typical tokens with at least this probability
+    top_n_sigma: float | None  # 0 or more; keeps the logits within so many standard deviations of the largest
+    top_a: float | None  # in [0, 1]; keeps the tokens with at least this times the squared largest probability
+    top_h: float | None  # in [0, 1]; keeps the most likely tokens up to this share of the entropy
+    tfs: float | None  # in [0, 1]; cuts the tail past this share of the curvature
+    p_less: bool | None  # keeps the tokens at least as likely as two draws are to agree
+    epsilon_cutoff: float | None  # in [0, 1]; keeps the tokens of at least this probability
+    eta_cutoff: float | None  # in [0, 1]; the same, less where the entropy is high
+    xtc_probability: float | None  # in [0, 1]; how often the top choices but the least likely are dropped
+    xtc_threshold: float | None  # in [0, 0.5]; probability that makes a token a top choice
+    dynatemp_range: float | None  # 0 or more; how far the temperature moves up and down with the entropy
+    dynatemp_exponent: float | None  # in [0, 100]; exponent on the entropy
+    repetition_penalty: float | None  # above 0; divides the logits of tokens in prompt and output, 1 changes nothing
+    presence_penalty: float | None  # in [-2, 2]; taken off the logits of tokens in the output
+    frequency_penalty: float | None  # in [-2, 2]; taken off for each time
+    dry_multiplier: float | None  # in [0, 1000]; taken off the logit of a token that would repeat a passage
+    dry_base: float | None  # in [1, 100]; factor on that for each token more
+    dry_allowed_length: int | None  # 1 or more tokens in the shortest passage that counts
+    dry_sequence_breakers: Sequence[str] | None  # texts that no passage reaches over
+    dry_sequence_breaker_ids: Sequence[int] | None  # tokens that no passage reaches over
+    no_repeat_ngram_size: int | None  # 0 or more; number of tokens that may not come twice in a row of as many
+    logit_bias: Mapping[int, float] | None  # added to the logits of single tokens, each in [-100, 100]
+    allowed_token_ids: Sequence[int] | None  # the only tokens that may come; one at least
+    bad_words: Sequence[str] | None  # texts that may not come
+    bad_words_token_ids: Sequence[Sequence[int]] | None  # sequences of tokens that may not come
+    suppress_tokens: Sequence[int] | None  # tokens that may not come
+    mirostat: int | None  # 0, 1 or 2; version of Mirostat to draw with
+    mirostat_tau: float | None  # in [0, 100]; surprise that Mirostat aims at, in bits
+    mirostat_eta: float | None  # in [0, 1]; how fast Mirostat follows
+    adaptive_target: float | None  # in [0, 1], or -1 for off; mean probability that Adaptive-P aims at
+    adaptive_decay: float | None  # in [0, 0.99]; how slowly Adaptive-P forgets
     seed: int | None  # 0 to 2**64 - 1; drawn by the server when unset, and returned
     stages: Sequence[StageLike] | None  # stages added by name: names, (name, parameters) pairs or Stage objects
     order: Sequence[str] | None  # names of all stages of the chain, in the order to run them

@@ -43,6 +43,8 @@ class ModelInfo:
         token_bytes: the bytes a token stands for, by its id; of a special token those of its name.
         encode: token ids of a text, without special tokens.
         special_ids: ids that are no part of a text, such as BOS or the end of a turn.
+        text_is_bytes: whether a text is the bytes of its tokens, one after the other; False for vocabularies of whole
+            words, between which spaces are put.
         memo: where `once` keeps what it made.
     """
 
@@ -53,6 +55,7 @@ class ModelInfo:
     token_bytes: Callable[[int], bytes]
     encode: Callable[[str], Sequence[int]]
     special_ids: Collection[int] = frozenset()
+    text_is_bytes: bool = True
     memo: Memo = field(default_factory=Memo, repr=False, compare=False)
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:

@@ -40,10 +40,11 @@ class Knob:
     Only the built-in stages have plain knobs; everyone's stages can be named in `stages`.
 
     Attributes:
-        off: values that leave the stage out, the default first; empty for a knob that only adjusts its stage.
+        off: values that leave the stage out, the default first; empty for a knob that only adjusts its stage. An empty
+            list or mapping is written `()` or `{}`.
     """
 
-    off: tuple[int | float | bool, ...] = ()
+    off: tuple[object, ...] = ()
 
 
 class _StageBase(BaseModel):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api import Logits
+from treadle_plugin_api import Logits, finite
+from treadle_plugin_api.logits import Ids
 
 # 64 KiB of float64, which the allocator serves without fresh pages.
 BLOCK = 8192
+
+# exp of anything lower is 0 in float64; keeps 0 * -inf, which is no number, out of sums.
+_LOWEST = -746.0
 
 
 def weights(values: Logits, largest: np.float32) -> NDArray[np.float64]:
@@ -21,3 +28,81 @@ def block_sums(values: Logits, largest: np.float32) -> NDArray[np.float64]:
     """Sum of the weights of each `BLOCK` of `values` [n] float32, in order: [blocks] float64."""
     starts = range(0, len(values), BLOCK)
     return np.array([weights(values[start : start + BLOCK], largest).sum() for start in starts])
+
+
+def compact(logits: Logits) -> tuple[Logits, Ids | None]:
+    """The unmasked of `logits` [vocab] float32 and their ids, ascending; the whole row and None if most are unmasked.
+
+    What a filter before has left is a few tokens: arithmetic on the masked rest would cost more than on all tokens.
+    """
+    if 2 * np.count_nonzero(logits > -np.inf) > len(logits):
+        return logits, None
+    ids = finite(logits)
+    return logits[ids], ids
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over softmax weights w = exp(l - max l) of a row.
+
+    Attributes:
+        log_total: ln sum w, so that ln p = l - max l - log_total.
+        entropy: -sum p ln p, in nats.
+        log_squares: ln sum w^2.
+    """
+
+    log_total: float
+    entropy: float
+    log_squares: float
+
+
+def moments(logits: Logits) -> Moments:
+    """The moments of `logits` [vocab] float32, in float64."""
+    values, _ = compact(logits)
+    largest = values.max()
+    total = weighted = squares = 0.0
+    for start in range(0, len(values), BLOCK):
+        shifted = values[start : start + BLOCK].astype(np.float64)
+        shifted -= largest
+        np.maximum(shifted, _LOWEST, out=shifted)
+        w = np.exp(shifted)
+        total += float(w.sum())
+        weighted += float(w.dot(shifted))
+        squares += float(w.dot(w))
+    log_total = math.log(total)
+    return Moments(log_total, max(log_total - weighted / total, 0.0), math.log(squares))
+
+
+def log_total(logits: Logits) -> float:
+    """Ln sum exp(l - max l) of `logits` [vocab] float32, so that ln p = l - max l - log_total."""
+    values, _ = compact(logits)
+    return math.log(block_sums(values, values.max()).sum())
+
+
+def draw(logits: Logits, u: float) -> tuple[int, float]:
+    """Draw from softmax of `logits` [vocab] float32 by the uniform `u`: the id, and its probability.
+
+    The first token in ascending id order at which the running sum of weights exceeds the share `u` of all.
+    """
+    if np.count_nonzero(logits > -np.inf) > BLOCK:
+        return _draw(logits, u)  # masked tokens weigh 0
+    ids = finite(logits)
+    index, probability = _draw(logits[ids], u)
+    return int(ids[index]), probability
+
+
+def _draw(values: Logits, u: float) -> tuple[int, float]:
+    largest = values.max()
+    sums = np.cumsum(block_sums(values, largest))
+    target = u * sums[-1]
+    block = _first_above(sums, target)
+    before = sums[block - 1] if block else 0.0
+    start = block * BLOCK
+    in_block = weights(values[start : start + BLOCK], largest)
+    index = _first_above(before + np.cumsum(in_block), target)
+    return start + index, float(in_block[index] / sums[-1])
+
+
+def _first_above(sums: NDArray[np.float64], target: float) -> int:
+    """First index whose running sum exceeds `target`; where rounding leaves none, the last that adds to the sum."""
+    return int(min(sums.searchsorted(target, side="right"), sums.searchsorted(sums[-1])))

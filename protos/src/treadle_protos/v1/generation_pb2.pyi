@@ -103,6 +103,31 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class TokenIdLists(_message.Message):
+    __slots__ = ("lists",)
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    lists: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, lists: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
+
+class Texts(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenBiases(_message.Message):
+    __slots__ = ("biases",)
+    class BiasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    biases: _containers.ScalarMap[int, float]
+    def __init__(self, biases: _Optional[_Mapping[int, float]] = ...) -> None: ...
+
 class Messages(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -118,7 +143,7 @@ class Message(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "seed", "stages", "order", "use_model_defaults")
+    __slots__ = ("temperature", "top_k", "top_p", "seed", "stages", "order", "use_model_defaults", "min_p", "typical_p", "top_n_sigma", "top_a", "top_h", "tfs", "p_less", "epsilon_cutoff", "eta_cutoff", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_sequence_breaker_ids", "no_repeat_ngram_size", "logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids", "suppress_tokens", "mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +151,38 @@ class SamplingOptions(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     USE_MODEL_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_SIGMA_FIELD_NUMBER: _ClassVar[int]
+    TOP_A_FIELD_NUMBER: _ClassVar[int]
+    TOP_H_FIELD_NUMBER: _ClassVar[int]
+    TFS_FIELD_NUMBER: _ClassVar[int]
+    P_LESS_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_CUTOFF_FIELD_NUMBER: _ClassVar[int]
+    ETA_CUTOFF_FIELD_NUMBER: _ClassVar[int]
+    XTC_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    XTC_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    DYNATEMP_RANGE_FIELD_NUMBER: _ClassVar[int]
+    DYNATEMP_EXPONENT_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    DRY_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    DRY_BASE_FIELD_NUMBER: _ClassVar[int]
+    DRY_ALLOWED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRY_SEQUENCE_BREAKERS_FIELD_NUMBER: _ClassVar[int]
+    DRY_SEQUENCE_BREAKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_TAU_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_ETA_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_TARGET_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_DECAY_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -133,7 +190,39 @@ class SamplingOptions(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[Stage]
     order: _containers.RepeatedScalarFieldContainer[str]
     use_model_defaults: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., order: _Optional[_Iterable[str]] = ..., use_model_defaults: bool = ...) -> None: ...
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    top_a: float
+    top_h: float
+    tfs: float
+    p_less: bool
+    epsilon_cutoff: float
+    eta_cutoff: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_sequence_breakers: Texts
+    dry_sequence_breaker_ids: TokenIds
+    no_repeat_ngram_size: int
+    logit_bias: TokenBiases
+    allowed_token_ids: TokenIds
+    bad_words: Texts
+    bad_words_token_ids: TokenIdLists
+    suppress_tokens: TokenIds
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., order: _Optional[_Iterable[str]] = ..., use_model_defaults: bool = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., top_n_sigma: _Optional[float] = ..., top_a: _Optional[float] = ..., top_h: _Optional[float] = ..., tfs: _Optional[float] = ..., p_less: bool = ..., epsilon_cutoff: _Optional[float] = ..., eta_cutoff: _Optional[float] = ..., xtc_probability: _Optional[float] = ..., xtc_threshold: _Optional[float] = ..., dynatemp_range: _Optional[float] = ..., dynatemp_exponent: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., dry_multiplier: _Optional[float] = ..., dry_base: _Optional[float] = ..., dry_allowed_length: _Optional[int] = ..., dry_sequence_breakers: _Optional[_Union[Texts, _Mapping]] = ..., dry_sequence_breaker_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., no_repeat_ngram_size: _Optional[int] = ..., logit_bias: _Optional[_Union[TokenBiases, _Mapping]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Union[Texts, _Mapping]] = ..., bad_words_token_ids: _Optional[_Union[TokenIdLists, _Mapping]] = ..., suppress_tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., mirostat: _Optional[int] = ..., mirostat_tau: _Optional[float] = ..., mirostat_eta: _Optional[float] = ..., adaptive_target: _Optional[float] = ..., adaptive_decay: _Optional[float] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("name", "parameters")

@@ -45,18 +45,20 @@ class ListSamplersResponse(_message.Message):
     def __init__(self, samplers: _Optional[_Iterable[_Union[Sampler, _Mapping]]] = ..., plugins: _Optional[_Iterable[_Union[Plugin, _Mapping]]] = ...) -> None: ...
 
 class Sampler(_message.Message):
-    __slots__ = ("name", "kind", "plugin", "parameters_json_schema", "summary")
+    __slots__ = ("name", "kind", "plugin", "parameters_json_schema", "summary", "num_slow_calls")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     PLUGIN_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOW_CALLS_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: SamplerKind
     plugin: str
     parameters_json_schema: str
     summary: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[SamplerKind, str]] = ..., plugin: _Optional[str] = ..., parameters_json_schema: _Optional[str] = ..., summary: _Optional[str] = ...) -> None: ...
+    num_slow_calls: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[SamplerKind, str]] = ..., plugin: _Optional[str] = ..., parameters_json_schema: _Optional[str] = ..., summary: _Optional[str] = ..., num_slow_calls: _Optional[int] = ...) -> None: ...
 
 class Plugin(_message.Message):
     __slots__ = ("name", "distribution", "version", "status", "reason", "stages")

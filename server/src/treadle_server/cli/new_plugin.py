@@ -27,4 +27,5 @@ def new_plugin(
     if as_json:
         write_json({"name": name, "folder": str(folder)})
     else:
-        write(f"wrote {folder}; next: cd {shlex.quote(str(folder))} && pip install -e . && pytest && treadle plugins --check\n")
+        steps = f"cd {shlex.quote(str(folder))} && pip install -e . && pytest && treadle plugins --check"
+        write(f"wrote {folder}; next: {steps}\n")

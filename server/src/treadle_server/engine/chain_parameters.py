@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,6 +17,8 @@ from treadle_server.errors import Violation
 from treadle_server.plugins.registry import StageClass
 
 _LONGEST_VALUE = 80
+_MOST_PROBLEMS = 16  # a long list can be wrong everywhere
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which neither JSON nor a message can carry
 _TYPES: Mapping[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -40,14 +44,14 @@ def build_stage(cls: StageClass, parameters: Mapping[str, object]) -> Stage | Se
     """
     problems = [
         (location, _message(cls, location, found, f"{_shown(found)} is no plain value"))
-        for location, found in _not_plain(parameters, ())
+        for location, found in islice(_not_plain(parameters, ()), _MOST_PROBLEMS)
     ]
     if problems:
         raise ParameterError(problems)
     try:
         return cls.model_validate_json(json.dumps(parameters), strict=True)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
+        found = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
         raise ParameterError([(one["loc"], _of_pydantic(cls, parameters, one)) for one in found]) from None
 
 
@@ -72,7 +76,7 @@ def _not_plain(value: object, location: Location) -> Iterator[tuple[Location, ob
         for key, inner in value.items():
             if isinstance(key, bool) or not isinstance(key, int | str):
                 yield (*location, str(key)), key
-            yield from _not_plain(inner, (*location, key))
+            yield from _not_plain(inner, (*location, str(key)))
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _not_plain(inner, (*location, index))
@@ -85,7 +89,7 @@ def _is_plain(value: object) -> bool:
         return math.isfinite(value)
     if isinstance(value, int):
         return value.bit_length() <= 64  # int64 and the unsigned seeds; Python would refuse to print far larger ones
-    return value is None or isinstance(value, str)
+    return value is None or (isinstance(value, str) and not _SURROGATE.search(value))
 
 
 def _of_pydantic(cls: StageClass, parameters: Mapping[str, object], error: Mapping[str, Any]) -> str:

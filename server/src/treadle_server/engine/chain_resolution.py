@@ -6,6 +6,7 @@ request's; a select is added if none is named; greedy drops what cannot matter.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,11 @@ class _Candidate:
     @property
     def name(self) -> str:
         return self.entry.name
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its parameters are below `field`, rather than plain knobs."""
+        return self.field.startswith("stages")
 
     @property
     def is_cold(self) -> bool:
@@ -119,7 +125,7 @@ class ChainResolver:
 
     def _refuse_knobs(self, error: ParameterError) -> None:
         for violation in error.violations(""):
-            name, message = violation.field.split(".")[0], violation.message
+            name, message = re.split(r"[.\[]", violation.field)[0], violation.message
             if name in self.registry.knobs and (off := _extra_off(self.registry.knobs[name])):
                 message = message.replace("; received", f", or {off} for off; received", 1)
             if name not in self.explicit:
@@ -262,12 +268,20 @@ class ChainResolver:
         try:
             candidate.stage.check(self.model_info)
         except ValueError as error:
-            path = f"{candidate.field}.parameters" if candidate.field.startswith("stages") else candidate.field
-            self._refuse(path, reason_of(error).removeprefix("ValueError: "))
+            self._refuse(*_located(candidate, reason_of(error).removeprefix("ValueError: ")))
         except BaseException as error:
             reraise_interrupt(error)
             entry = candidate.entry
             raise StageError(entry.plugin, entry.name, f"raised {reason_of(error)}") from error
+
+
+def _located(candidate: _Candidate, reason: str) -> tuple[str, str]:
+    """Field and message of a check's error: "words[3] must be short" is told at words[3]."""
+    found = re.fullmatch(r"(\w+)((?:\[\d+\]|\.[^\s.]+)*) (must .*)", reason, re.DOTALL)
+    if found is None or found[1] not in candidate.entry.cls.model_fields:
+        return (f"{candidate.field}.parameters" if candidate.is_placed else candidate.field), reason
+    place = found[1] + found[2]
+    return (f"{candidate.field}.parameters.{place}" if candidate.is_placed else place), found[3]
 
 
 def _rank(entry: StageEntry) -> tuple[int, int]:

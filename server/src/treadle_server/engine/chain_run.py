@@ -6,7 +6,6 @@ where a stage has a way of its own to treat many rows (`apply_batch`) do they wa
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +18,9 @@ from treadle_plugin_api import Logits, SamplingContext, Select, Stage
 from treadle_plugin_api.contract import choice_problem, largest_problem, output_problem
 
 from treadle_server.engine.chain_stages import ResolvedStage
+from treadle_server.engine.stage_monitor import StageMonitor
 from treadle_server.errors import NonFiniteLogitsError, StageError
-from treadle_server.plugins.foreign_code import reraise_interrupt
-
-_LOG = logging.getLogger(__name__)
+from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 
 # Called after each sound stage with its logits [vocab] (the input for a select) and the seconds it took.
 StageObserver = Callable[[ResolvedStage, Logits, float], None]
@@ -95,6 +93,7 @@ def sample_rows(
     logits: npt.NDArray[np.floating],
     *,
     buffers: BufferPool | None = None,
+    monitor: StageMonitor | None = None,
     observe: StageObserver | None = None,
 ) -> list[Sample | StageError | NonFiniteLogitsError]:
     """Choose a token for every row of `logits` [rows, vocab], row i by `samplers[i]`.
@@ -107,7 +106,8 @@ def sample_rows(
     if not samplers:
         return []
     with np.errstate(all="ignore"):  # what a stage computes is judged by its result
-        return _Run(buffers or BufferPool(), observe).sample(samplers, cast("Logits", logits))
+        run = _Run(buffers or BufferPool(), monitor or StageMonitor(), observe)
+        return run.sample(samplers, cast("Logits", logits))
 
 
 @dataclass(slots=True)
@@ -145,8 +145,9 @@ class _Row:
 class _Run:
     """One call of `sample_rows`."""
 
-    def __init__(self, buffers: BufferPool, observe: StageObserver | None) -> None:
+    def __init__(self, buffers: BufferPool, monitor: StageMonitor, observe: StageObserver | None) -> None:
         self._buffers = buffers
+        self._monitor = monitor
         self._observe = observe
         self._logits = np.empty((0, 0), dtype=np.float32)
 
@@ -172,13 +173,15 @@ class _Run:
     def _advance(self, row: _Row) -> None:
         """Run the next stage of one row."""
         resolved, context = row.stage, self._enter(row)
-        started_s = time.perf_counter() if self._observe else 0.0
+        started_s = time.perf_counter()
         try:
             result = resolved.stage.apply(row.shown(), context, row.state)
         except BaseException as error:  # noqa: BLE001 - foreign code: the row fails, the others go on
             reraise_interrupt(error)
+            self._watch(resolved, started_s)
             self._finish(row, resolved.error(error))
             return
+        self._watch(resolved, started_s)
         if (problem := _problem(row, result)) is not None:
             self._finish(row, resolved.error(problem))
         else:
@@ -205,7 +208,7 @@ class _Run:
         if logits is None:
             return None
         contexts = [self._enter(row) for row in group]
-        started_s = time.perf_counter() if self._observe else 0.0
+        started_s = time.perf_counter()
         try:
             results = cls.apply_batch(
                 [row.stage.stage for row in group], logits, contexts, [row.state for row in group]
@@ -213,10 +216,13 @@ class _Run:
             # Nothing but one array of its own: rows that are lent buffers would be lent again.
             sound = type(results) is np.ndarray and len(results) == len(group)
             failed = not sound or any(map(_problem, group, results))
+            if not sound:
+                self._monitor.batch_failed(group[0].stage, "returned something else than an array of the rows")
         except BaseException as error:  # noqa: BLE001 - foreign code: row by row will tell which row is to blame
             reraise_interrupt(error)
-            _LOG.debug("apply_batch of stage %r raised", cls.name, exc_info=True)
+            self._monitor.batch_failed(group[0].stage, f"raised {reason_of(error)}")
             failed = True
+        self._watch(group[0].stage, started_s, num_rows=len(group))
         self._buffers.settle((), None)
         if failed:
             return None
@@ -240,6 +246,12 @@ class _Run:
         context.enter(row.stage.key)
         context.allocate = self._buffers.lender(len(row.logits))
         return context
+
+    def _watch(self, stage: ResolvedStage, started_s: float, *, num_rows: int = 1) -> None:
+        """Report a stage that took longer than it may."""
+        took_s = (time.perf_counter() - started_s) / num_rows
+        if took_s > self._monitor.max_stage_s:
+            self._monitor.slow(stage, took_s)
 
     def _note(self, row: _Row, started_s: float, result: Any, *, num_rows: int = 1) -> None:
         if self._observe is not None:

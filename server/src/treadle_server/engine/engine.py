@@ -24,6 +24,7 @@ from treadle_server.engine.request import GenerationRequest, LogprobsMode
 from treadle_server.engine.scheduler import EngineLimits, Scheduled, Scheduler
 from treadle_server.engine.sequence import ActiveRequest, Deliver, Sequence
 from treadle_server.engine.speculation import Drafter, DraftModel, PromptLookup, Speculation
+from treadle_server.engine.stage_monitor import StageMonitor
 from treadle_server.errors import EngineError, NonFiniteLogitsError, TreadleError
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.kv_cache import KVCache
@@ -59,6 +60,7 @@ class Engine:
             self._drafters[Speculation.DRAFT_MODEL] = draft_model
         self.scheduler = Scheduler(limits or EngineLimits())
         self.num_generated_tokens = 0
+        self.stage_monitor = StageMonitor(self.scheduler.limits.max_stage_s)
         self._buffers = BufferPool()
         self._outbox: dict[int, tuple[ActiveRequest, list[EngineEvent]]] = {}
 
@@ -168,7 +170,8 @@ class Engine:
         while pending:
             wanted = [at for _, at in pending]
             picked = logits if wanted == list(range(len(logits))) else logits[wanted]
-            samples = sample_rows([choice.sampler for choice, _ in pending], picked, buffers=self._buffers)
+            samplers = [choice.sampler for choice, _ in pending]
+            samples = sample_rows(samplers, picked, buffers=self._buffers, monitor=self.stage_monitor)
             taken = [self._take(c, sample, raw[at]) for (c, at), sample in zip(pending, samples, strict=True)]
             pending = [(choice, at + 1) for (choice, at), goes_on in zip(pending, taken, strict=True) if goes_on]
         for sequence in sequences:

@@ -26,6 +26,7 @@ class EngineLimits:
         max_prefill_tokens: prompt tokens of a step when no sequence is decoding.
         max_prefill_tokens_beside_decode: the same while others stream: it bounds how long their next token takes.
         max_kv_bytes: memory for keys and values, in bytes.
+        max_stage_s: seconds that a sampler stage may take for a row; slower calls are counted and logged.
     """
 
     max_queued_requests: int = 256
@@ -34,6 +35,7 @@ class EngineLimits:
     max_prefill_tokens: int = 256
     max_prefill_tokens_beside_decode: int = 64
     max_kv_bytes: int = 4 << 30
+    max_stage_s: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,7 @@ class ModelWalk:
             distribution("the model's own", labels, first),
         ]
         for stage in preview.stages[:-1]:
-            setting = ", ".join(f"{value:g}" for value in stage.parameters.values() if isinstance(value, int | float))
+            setting = ", ".join(f"{value:g}" for name, value in stage.parameters.items() if name in self._view.knobs)
             blocks += [
                 Text(f"{_STAGES.get(stage.stage, '')} {_kept(len(stage.kept), self._model.vocab_size)}".strip()),
                 distribution(f"after {stage.stage.replace('_', '-')} = {setting}", labels, stage.probabilities),

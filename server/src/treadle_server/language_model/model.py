@@ -124,6 +124,7 @@ class LanguageModel:
             token_bytes=tokenizer.token_bytes,
             encode=partial(tokenizer.encode, add_special_tokens=False),
             special_ids=frozenset(filter(tokenizer.is_special, range(self.vocab_size))),
+            text_is_bytes=tokenizer.text_is_bytes,
         )
         self.previewer = Previewer(
             self._registry, self._model_info, self._encode, partial(worker.submit, self.engine), self.config.vocab_size

@@ -80,19 +80,25 @@ class KnobEntry:
 
     name: str
     entry: StageEntry
-    off: tuple[int | float | bool, ...]
+    off: tuple[object, ...]
 
     @property
     def default(self) -> object:
         """Value of the knob in a request that does not set it."""
-        return self.off[0] if self.off else self.entry.cls.model_fields[self.name].get_default()
+        if not self.off:
+            return self.entry.cls.model_fields[self.name].get_default()
+        return {} if self.off[0] == {} else self.off[0]  # a mapping of its own, which nobody shares
 
     def is_off(self, value: object) -> bool:
-        """Whether `value` leaves the stage out. True is not 1; 1 is as good as 1.0 where numbers are meant."""
-        return any(
-            value == off and (type(value) is type(off) or (type(value) is int and type(off) is float))
-            for off in self.off
-        )
+        """Whether `value` leaves the stage out."""
+        return any(_is_same(value, off) for off in self.off)
+
+
+def _is_same(value: object, off: object) -> bool:
+    """Whether `value` is the off value `off`. True is not 1; 1 is as good as 1.0 where numbers are meant."""
+    if isinstance(off, tuple | dict):
+        return isinstance(value, (list, tuple) if isinstance(off, tuple) else Mapping) and not value
+    return (type(value) is type(off) or (type(value) is int and type(off) is float)) and value == off
 
 
 class StageRegistry:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message as ProtoMessage
 from treadle_protos.v1 import generation_pb2 as pb
 from treadle_protos.v1 import model_pb2, trace_pb2, value_pb2
 
@@ -89,11 +90,19 @@ def spec_from_proto(spec: pb.GenerationSpec) -> GenerationSpec:
 def sampling_from_proto(sampling: pb.SamplingOptions) -> dict[str, Any]:
     """Return the chain's fields of a spec, of a generation as of a preview."""
     return {
-        "knobs": {f.name: value for f, value in sampling.ListFields() if f.name not in _NOT_KNOBS},
+        "knobs": {f.name: _plain(value) for f, value in sampling.ListFields() if f.name not in _NOT_KNOBS},
         "seed": _optional(sampling, "seed", None),
         "stages": tuple(_stage_from_proto(index, stage) for index, stage in enumerate(sampling.stages)),
         "order": tuple(sampling.order),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a knob's value as Python has it; a message stands for its only field, a list or a map."""
+    if isinstance(value, ProtoMessage):
+        value = getattr(value, value.DESCRIPTOR.fields[0].name)
+        return dict(value) if isinstance(value, Mapping) else [_plain(item) for item in value]
+    return value
 
 
 @contextmanager

@@ -252,6 +252,16 @@ def fallback_byte(token: str) -> bytes | None:
         return None
 
 
+def joins_bytes(chain: Sequence[Spec]) -> bool:
+    """Return whether a decoder joins what `token_text` makes of its tokens and changes no more than the beginning."""
+    kinds = [spec["type"] for spec in chain]
+    end = next((place + 1 for place, kind in enumerate(kinds) if kind in ("ByteLevel", "Fuse")), len(kinds))
+    by_token, by_text = kinds[:end], chain[end:]
+    return {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace"}.issuperset(by_token) and all(
+        spec["type"] == "Strip" and not spec["stop"] for spec in by_text
+    )
+
+
 def token_text(token: str, chain: Sequence[Spec]) -> bytes:
     """Return the bytes that a token adds inside a text, without the spaces that the decoder puts between tokens."""
     for spec in chain:

@@ -116,6 +116,11 @@ class Tokenizer:
         token = self._token(token_id)
         return b"" if token is None else decoding.token_text(token, decoding.flatten(self._decoder))
 
+    @property
+    def text_is_bytes(self) -> bool:
+        """Whether the text of tokens is their bytes one after the other, spaces at the very beginning aside."""
+        return decoding.joins_bytes(decoding.flatten(self._decoder)) and not self._clean_up
+
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is one that users do not write, such as BOS or the end of a turn."""
         return token_id in self._special_ids
