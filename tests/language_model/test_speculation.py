@@ -77,6 +77,42 @@ def test_preemption_beside_speculation_changes_nothing(tiny_folder: Path, drafti
     assert [c.token_ids for c in got.choices] == [c.token_ids for c in expected.choices]
 
 
+@pytest.mark.parametrize("speculation", ["prompt_lookup", "draft_model"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_prefill_that_leaves_one_token_forks_without_drafts(tiny_folder: Path, speculation: str, count: int) -> None:
+    """A prompt of one token more than whole chunks looks like decoding; nothing is drafted before its first token."""
+    limits = EngineLimits(max_prefill_tokens=12, max_prefill_tokens_beside_decode=12)
+    options = {"numerics": "reproducible", "engine_limits": limits, "draft": tiny_folder}
+    with LanguageModel.load(tiny_folder, **options) as model:
+        for length in (12, 13, 14, 25):
+            prompt = (REPETITIVE * 3)[:length]
+            knobs = {"n": 3, "max_tokens": 8, "seed": 1, "ignore_eos": True}
+            plain = model.generate(prompt, **knobs)
+            drafted = model.generate(prompt, **knobs, speculation=speculation, num_draft_tokens=count)
+            assert [c.token_ids for c in drafted.choices] == [c.token_ids for c in plain.choices]
+        assert model.engine.load().kv_cache_bytes == 0
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+def test_memory_limit_counts_the_draft_models_cache(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, num_requests: int
+) -> None:
+    """Keys and values of both models together stay under the limit, for one request and for many."""
+    with LanguageModel.load(tiny_folder) as probe:
+        limit = probe.kv_bytes_for(64) * (4 if num_requests == 1 else 6)
+    held: list[int] = []
+    with LanguageModel.load(tiny_folder, draft=tiny_folder, engine_limits=EngineLimits(max_kv_bytes=limit)) as model:
+        step = model.engine.step
+        monkeypatch.setattr(model.engine, "step", lambda: (step(), held.append(model.engine.scheduler.kv_bytes()))[0])
+        streams = [
+            model.stream(REPETITIVE, seed=i, max_tokens=100, ignore_eos=True, speculation="draft_model")
+            for i in range(num_requests)
+        ]
+        for stream in streams:
+            assert list(stream)[-1].num_generated_tokens == 100
+    assert 0 < max(held) <= limit
+
+
 def lane(ids: list[int], drafting_model: LanguageModel) -> Lane:
     """Make a lane with these tokens."""
     return Lane(np.array(ids, np.int64), KVCache(drafting_model.config))

@@ -159,3 +159,10 @@ def test_traces_and_streams_go_on_beside_each_other(model: LanguageModel) -> Non
     reader.join()
     assert beside == [alone]
     np.testing.assert_array_equal(traced, model.logits(IDS))
+
+
+@pytest.mark.parametrize("keywords", [{"layers": 5}, {"what": 5}], ids=str)
+def test_what_is_no_list_is_refused(model: LanguageModel, keywords: dict) -> None:
+    """A number in place of a list names the field."""
+    with pytest.raises(InvalidRequestError, match="must be a list, got 5"):
+        model.trace([5], **keywords)

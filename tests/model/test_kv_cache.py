@@ -75,4 +75,3 @@ def test_growth_stops_at_the_tokens_that_will_ever_be_stored(odd_config):
         cache.advance(BLOCK_TOKENS)
     assert cache.num_bytes == KVCache.bytes_for(odd_config, np.float32, 3 * BLOCK_TOKENS)
     assert cache.fork().max_tokens == 3 * BLOCK_TOKENS
-    assert KVCache.tokens_in(odd_config, np.float32, cache.num_bytes) == 3 * BLOCK_TOKENS

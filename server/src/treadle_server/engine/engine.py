@@ -56,6 +56,7 @@ class Engine:
     ) -> None:
         self.decoder = decoder
         self._drafters: dict[Speculation, Drafter] = {Speculation.PROMPT_LOOKUP: PromptLookup()}
+        self.draft_model = draft_model
         if draft_model is not None:
             self._drafters[Speculation.DRAFT_MODEL] = draft_model
         self.scheduler = Scheduler(limits or EngineLimits())
@@ -72,8 +73,16 @@ class Engine:
             UnavailableError: the engine takes no more requests.
         """
         active = ActiveRequest(request, deliver)
-        self.scheduler.admit(Sequence(active, 0, *self._new_caches(request)))
+        self.scheduler.admit(self._with_draft_cache(Sequence(active, 0, *self._new_caches(request))))
         return active
+
+    def _with_draft_cache(self, sequence: Sequence) -> Sequence:
+        """Give a sequence a cache for the draft model where its request wants one, so that its memory is counted."""
+        request = sequence.request
+        if request.speculation is Speculation.DRAFT_MODEL and self.draft_model is not None:
+            sequence.draft_cache = self.draft_model.new_cache(request.max_length)
+            sequence.draft_room = request.max_draft_tokens
+        return sequence
 
     def _new_caches(self, request: GenerationRequest) -> list[KVCache]:
         """Return an empty cache for each lane of a sequence."""
@@ -207,9 +216,13 @@ class Engine:
         return self._advance(choice, sample, raw) and sample.token_id == drafted
 
     def _draft(self) -> None:
-        """Draft what may come next on the sequences that want it, for the next step to confirm."""
+        """Draft what may come next on the sequences that want it, for the next step to confirm.
+
+        Not before the first token of the answer: at the end of a shared prefill the caches are copied as they are.
+        """
+        decoding = [s for s in self.scheduler.running if s.is_decoding and s.num_output]
         for speculation, drafter in self._drafters.items():
-            lanes = [s for s in self.scheduler.running if s.request.speculation is speculation and s.is_decoding]
+            lanes = [s for s in decoding if s.request.speculation is speculation]
             counts = [min(s.request.max_draft_tokens, s.request.max_tokens - s.num_output - 1) for s in lanes]
             drafter.draft(lanes, counts)
             for lane in lanes:
@@ -231,7 +244,7 @@ class Engine:
         for index in range(1, sequence.request.n):
             roomy = self.scheduler.has_room_for(sum(lane.kv_bytes for lane in sequence.lanes))
             copies = [lane.cache.fork() for lane in sequence.lanes] if roomy else self._new_caches(sequence.request)
-            fork = sequence.fork(index, copies)
+            fork = self._with_draft_cache(sequence.fork(index, copies))
             self.scheduler.add_fork(fork)
             forks.append(fork)
         return forks

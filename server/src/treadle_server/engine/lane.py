@@ -19,7 +19,7 @@ class Lane:
         prompt_ids: int64 [prompt], the tokens that were there from the start.
         cache: keys and values of the tokens that the model has seen.
         num_tokens: tokens that stand, prompt and output; drafted ones are not among them.
-        draft_cache: keys and values of a draft model, where one is used.
+        draft_cache: keys and values of a draft model, where one is used, which drafts `draft_room` tokens at most.
     """
 
     def __init__(self, prompt_ids: Ids, cache: KVCache) -> None:
@@ -28,6 +28,7 @@ class Lane:
         self.num_tokens = len(prompt_ids)
         self.num_drafted = 0
         self.draft_cache: KVCache | None = None
+        self.draft_room = 0
         self._draft_start = 0
         self._buffer = np.concatenate([prompt_ids, np.zeros(16, np.int64)])
 
@@ -84,17 +85,21 @@ class Lane:
         """Give the memory of all keys and values back; the tokens stay."""
         self.num_drafted = 0
         self.cache.release()
-        self.draft_cache = None
+        if self.draft_cache is not None:
+            self.draft_cache.release()
 
     @property
     def kv_bytes(self) -> int:
         """Memory of keys and values held, in bytes."""
-        return self.cache.num_bytes + (self.draft_cache.num_bytes if self.draft_cache else 0)
+        return self.cache.num_bytes + (0 if self.draft_cache is None else self.draft_cache.num_bytes)
 
     def kv_bytes_after(self, num_new: int) -> int:
-        """Memory of keys and values held once `num_new` further tokens are computed, in bytes."""
-        drafting = self.draft_cache.bytes_after(num_new) if self.draft_cache else 0
-        return self.cache.bytes_after(num_new) + drafting
+        """Memory of keys and values held once `num_new` further tokens are computed and drafted on, in bytes."""
+        num_bytes = self.cache.bytes_after(num_new)
+        if self.draft_cache is not None:
+            drafted_on = min(self.num_tokens + num_new + self.draft_room, self.draft_cache.max_tokens)
+            num_bytes += self.draft_cache.bytes_after(max(0, drafted_on - self.draft_cache.length))
+        return num_bytes
 
     def _make_room(self, num_new: int) -> None:
         """Double the buffer until it has room for further tokens."""

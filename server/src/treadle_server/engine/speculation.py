@@ -16,6 +16,7 @@ from treadle_plugin_api.backend import Batch
 
 from treadle_server.engine.lane import Ids, Lane
 from treadle_server.model.decoder import Decoder
+from treadle_server.model.kv_cache import KVCache
 
 # Longest and shortest run of tokens that prompt lookup searches for.
 _LONGEST_MATCH, _SHORTEST_MATCH = 4, 2
@@ -68,27 +69,29 @@ class DraftModel:
         self._decoder = decoder
         self._vocab_size = vocab_size  # ids past it are padding, and never sampled
 
+    def new_cache(self, max_tokens: int) -> KVCache:
+        """Return an empty cache for the small model's keys and values of a sequence."""
+        return self._decoder.new_cache(max_tokens=min(max_tokens, self._decoder.config.context_length))
+
+    def kv_bytes_for(self, num_tokens: int) -> int:
+        """Return the memory of the small model's keys and values of so many tokens, in bytes."""
+        return KVCache.bytes_for(self._decoder.config, self._decoder.dtype, num_tokens)
+
     def draft(self, lanes: Sequence[Lane], counts: Sequence[int]) -> None:
         """Let the small model read what it has not seen, and continue each lane it has caught up with."""
         drafts: list[list[int]] = [[] for _ in lanes]
         most = self._decoder.config.context_length
         live = [i for i, lane in enumerate(lanes) if 0 < counts[i] <= most - lane.num_tokens]
-        unseen = {i: self._unseen(lanes[i]) for i in live}
+        unseen = {i: _unseen(lanes[i]) for i in live}
         while live:
             tops = self._read([lanes[i] for i in live], [unseen[i] for i in live])
             for i, top in zip(live, tops, strict=True):
                 unseen[i] = np.array([top])
-                if lanes[i].draft_cache.length >= lanes[i].num_tokens + len(drafts[i]):  # type: ignore[union-attr]
+                if _length(lanes[i]) >= lanes[i].num_tokens + len(drafts[i]):
                     drafts[i].append(top)
             live = [i for i in live if 0 < len(drafts[i]) < counts[i]]
         for lane, draft in zip(lanes, drafts, strict=True):
             lane.draft(draft)
-
-    def _unseen(self, lane: Lane) -> Ids:
-        if lane.draft_cache is None:
-            lane.draft_cache = self._decoder.new_cache()
-        start = lane.draft_cache.length
-        return lane.ids[start : start + _MAX_CATCH_UP]
 
     def _read(self, lanes: Sequence[Lane], unseen: Sequence[Ids]) -> list[int]:
         """Feed each lane its tokens; return the most likely token after each."""
@@ -99,3 +102,13 @@ class DraftModel:
         hidden = self._decoder.forward(batch, caches)
         logits = self._decoder.head(hidden[batch.starts[1:] - 1])
         return [int(top) for top in logits[:, : self._vocab_size].argmax(axis=1)]
+
+
+def _length(lane: Lane) -> int:
+    return 0 if lane.draft_cache is None else lane.draft_cache.length
+
+
+def _unseen(lane: Lane) -> Ids:
+    """Return the next tokens of a lane that the small model has not read, so many as it reads in one step."""
+    start = _length(lane)
+    return lane.ids[start : start + _MAX_CATCH_UP]

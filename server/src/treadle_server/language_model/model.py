@@ -51,6 +51,7 @@ from treadle_server.language_model.trace import Trace, Tracer
 from treadle_server.language_model.validation import (
     RequestLimits,
     check_best_of,
+    check_lists,
     check_spec,
     check_top_logprobs,
     is_finite_number,
@@ -59,7 +60,8 @@ from treadle_server.language_model.validation import (
     token_id_violations,
 )
 from treadle_server.model.decoder import Decoder, DTypeName, Numerics
-from treadle_server.model.kv_cache import KVCache
+from treadle_server.model.families.registry import FamilyRegistry
+from treadle_server.model.kv_cache import BLOCK_TOKENS, KVCache
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.tokenizer import Token, Tokenizer
 
@@ -110,7 +112,6 @@ class LanguageModel:
             tokenizer=tokenizer, vocab_size=self.vocab_size, context_length=self.config.context_length
         )
         self.engine = Engine(decoder, engine_limits, draft_model)
-        self.has_draft_model = draft_model is not None
         self._tracer = Tracer(decoder, request_limits, worker.call)
         self._registry = plugins.registry
         self._observers = plugins.observers
@@ -170,6 +171,9 @@ class LanguageModel:
         checkpoint = load_checkpoint(folder, plugins.families)
         try:
             tokenizer = Tokenizer.load(folder)
+            drafting = None
+            if draft is not None:
+                drafting = _load_draft(str(draft), tokenizer, plugins.families, dtype=dtype, numerics=numerics)
             model = cls(
                 name or folder.name.lower(),
                 checkpoint,
@@ -179,7 +183,7 @@ class LanguageModel:
                 worker=worker or EngineWorker(),
                 engine_limits=engine_limits or EngineLimits(),
                 request_limits=request_limits or RequestLimits(),
-                draft_model=None if draft is None else _load_draft(str(draft), tokenizer, dtype, numerics),
+                draft_model=drafting,
             )
         finally:
             checkpoint.close()
@@ -243,14 +247,14 @@ class LanguageModel:
             QueueFullError: too many requests wait.
         """
         check_spec(spec, self.request_limits, self.vocab_size)
-        if spec.speculation is Speculation.DRAFT_MODEL and not self.has_draft_model:
+        if spec.speculation is Speculation.DRAFT_MODEL and self.engine.draft_model is None:
             raise refuse("speculation", "no_draft_model")
         chain = self._chain(spec, self._defaults_for(spec))
         # One place is left for the first token of the answer.
         prompt_ids = self._encode(spec.prompt, self.context_length - 1)
         guidance = self._guidance(spec, prompt_ids)
         lanes = [len(prompt_ids)] if guidance is None else [len(prompt_ids), len(guidance.negative_ids)]
-        room = self._room(max(lanes), num_lanes=len(lanes))
+        room = self._room(spec, lanes)
         max_tokens = room if spec.max_tokens is None else min(spec.max_tokens, room)
         request = GenerationRequest(
             request_id=request_id or uuid.uuid4().hex,
@@ -287,14 +291,20 @@ class LanguageModel:
     def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
         return self._prompts.encode(prompt, max_tokens)
 
-    def _room(self, num_prompt_tokens: int, *, num_lanes: int) -> int:
-        """Return how many tokens can follow a prompt: what the context and the memory of keys and values leave."""
-        limit = self.engine.scheduler.limits.max_kv_bytes // num_lanes
-        whole = min(self.context_length, KVCache.tokens_in(self.config, self.decoder.dtype, limit))
-        if whole <= num_prompt_tokens:
-            needed = self.kv_bytes_for(num_prompt_tokens + 1)
-            raise refuse("prompt", "kv_memory", value=needed, tokens=num_prompt_tokens, limit=limit)
-        return whole - num_prompt_tokens
+    def _room(self, spec: GenerationSpec, lanes: Sequence[int]) -> int:
+        """Return how many tokens can follow prompts of these lengths, one for each lane.
+
+        The context limits it, and the memory for keys and values, a draft model's included.
+        """
+        limit = self.engine.scheduler.limits.max_kv_bytes
+        block = len(lanes) * self.kv_bytes_for(BLOCK_TOKENS)
+        if spec.speculation is Speculation.DRAFT_MODEL and self.engine.draft_model is not None:
+            block += self.engine.draft_model.kv_bytes_for(BLOCK_TOKENS)
+        whole = min(self.context_length, limit // block * BLOCK_TOKENS)
+        if whole <= max(lanes):
+            needed = (max(lanes) // BLOCK_TOKENS + 1) * block
+            raise refuse("prompt", "kv_memory", value=needed, tokens=max(lanes), limit=limit)
+        return whole - max(lanes)
 
     def _prompt_info(self, request: GenerationRequest) -> PromptInfo:
         return PromptInfo(
@@ -401,11 +411,12 @@ class LanguageModel:
         Raises:
             InvalidRequestError: with one violation for each wrong field; also when what is asked for is too large.
         """
-        names = (what,) if isinstance(what, str) else what or ()
-        return self.begin_trace(prompt, layers=layers or (), what=names).result()
+        names = (what,) if isinstance(what, str) else () if what is None else what
+        return self.begin_trace(prompt, layers=() if layers is None else layers, what=names).result()
 
     def begin_trace(self, prompt: Prompt, *, layers: Sequence[int], what: Sequence[str]) -> Future[Trace]:
         """Check a trace and queue it for the engine thread; see `trace`."""
+        check_lists(layers=layers, what=what)
         return self._tracer.begin(self._encode(prompt, self.context_length), layers, what)
 
     def preview(self, prompt: Prompt | None = None, **keywords: Any) -> SamplingPreview:
@@ -417,7 +428,9 @@ class LanguageModel:
             TypeError: a keyword is unknown.
             TreadleError: see `Previewer.preview`.
         """
-        return self.previewer.preview(preview_spec_of(prompt, self.knob_names, keywords))
+        spec = preview_spec_of(prompt, self.knob_names, keywords)
+        check_lists(**{name: getattr(spec, name) for name in ("prompt_ids", "output_ids", "eos_ids", "stop_token_ids")})
+        return self.previewer.preview(spec)
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a function on the engine thread, where the decoder lives, between two steps."""
@@ -447,14 +460,16 @@ def _read(generation: Generation, inbox: queue.SimpleQueue[list[EngineEvent]]) -
         generation.cancel()
 
 
-def _load_draft(source: str, tokenizer: Tokenizer, dtype: DTypeName, numerics: Numerics) -> DraftModel:
+def _load_draft(
+    source: str, tokenizer: Tokenizer, families: FamilyRegistry, *, dtype: DTypeName, numerics: Numerics
+) -> DraftModel:
     """Load a draft model; CheckpointError unless its tokens are those of the model it drafts for."""
     folder = ModelStore().resolve(source)
     drafting = Tokenizer.load(folder)
     size = min(drafting.vocab_size, tokenizer.vocab_size)
     if any(drafting.token_bytes(i) != tokenizer.token_bytes(i) for i in range(size)):
         raise CheckpointError(f"{folder}: its tokens are not those of the model that it is to draft for")
-    with load_checkpoint(folder) as checkpoint:
+    with load_checkpoint(folder, families) as checkpoint:
         decoder = Decoder(checkpoint.config, checkpoint.params, dtype=dtype, numerics=numerics)
     return DraftModel(decoder, min(size, decoder.config.vocab_size))
 

@@ -171,6 +171,13 @@ def _violations(spec: GenerationSpec, limits: RequestLimits, vocab_size: int) ->
         yield violation("adapter", "adapter", value=spec.adapter)
 
 
+def check_lists(**values: object) -> None:
+    """Refuse arguments that are no lists."""
+    violations = [violation(name, "list", value=value) for name, value in values.items() if not _is_list(value)]
+    if violations:
+        raise InvalidRequestError(violations)
+
+
 def check_best_of(spec: GenerationSpec, limits: RequestLimits) -> None:
     """Refuse a best_of that is out of range, or that cannot rank."""
     if spec.best_of is None:

@@ -54,11 +54,6 @@ class KVCache:
         heads = config.num_layers * 2 * config.attention.num_kv_heads
         return heads * config.attention.head_dim * _whole_blocks(num_tokens) * np.dtype(dtype).itemsize
 
-    @staticmethod
-    def tokens_in(config: DecoderConfig, dtype: DTypeLike, num_bytes: int) -> int:
-        """Return how many tokens a cache of at most `num_bytes` has room for."""
-        return num_bytes // KVCache.bytes_for(config, dtype, BLOCK_TOKENS) * BLOCK_TOKENS
-
     def layer(self, index: int) -> tuple[Array, Array]:
         """Return a layer's keys and values, both `[kv_heads, capacity, head_dim]`, as writable views."""
         layer = self._storage[index]
