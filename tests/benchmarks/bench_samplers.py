@@ -142,15 +142,23 @@ class Transformers:
 
 
 def measure(steps: list[Step | None], runs: int) -> list[float | None]:
-    """Median seconds of each step, taken in turn."""
+    """Median seconds of each step, taken in turn; a turn's first step warms what the other side has left cold."""
     times: list[list[float]] = [[] for _ in steps]
-    for _ in range(runs + 2):
+    for _ in range(runs):
         for step, taken in zip(steps, times, strict=True):
             if step is not None:
-                start_s = time.perf_counter()
-                step()
-                taken.append(time.perf_counter() - start_s)
-    return [statistics.median(taken[2:]) if taken else None for taken in times]
+                taken.extend(_turn(step))
+    return [statistics.median(taken) if taken else None for taken in times]
+
+
+def _turn(step: Step, num_steps: int = 3) -> list[float]:
+    step()
+    times = []
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start_s)
+    return times
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_memory_limit_counts_the_draft_models_cache(
         step = model.engine.step
         monkeypatch.setattr(model.engine, "step", lambda: (step(), held.append(model.engine.scheduler.kv_bytes()))[0])
         streams = [
-            model.stream(REPETITIVE, seed=i, max_tokens=100, ignore_eos=True, speculation="draft_model")
+            model.stream(REPETITIVE, seed=i, max_tokens=100, ignore_eos=True, speculation="draft_model", n=1 + i % 3)
             for i in range(num_requests)
         ]
         for stream in streams:

@@ -84,6 +84,20 @@ def test_two_plugins_with_one_model_type_both_fail(built_in):
     assert "dist-families" in status_of(manager, "others").reason
 
 
+def changed(name: str, **changes: object):
+    """Llama's table with changes in the entries of some tensors."""
+    return lambda config: tuple(
+        replace(entry, **changes) if name in entry.file_name else entry for entry in LLAMA.tensor_table(config)
+    )
+
+
+def test_a_table_may_come_in_any_sequence(my_folder):
+    """A list or a generator holds the entries as well as a tuple."""
+    for kind in (list, iter):
+        family = replace(MINE, tensor_table=lambda config, kind=kind: kind(LLAMA.tensor_table(config)))
+        load_checkpoint(my_folder, PluginManager([plugin(family)]).families).close()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -91,6 +105,28 @@ def test_two_plugins_with_one_model_type_both_fail(built_in):
         ({"tensor_table": lambda config: 1 / 0}, "is broken: ZeroDivisionError"),
         ({"tensor_table": lambda config: LLAMA.tensor_table(config)[1:]}, "tensor table lacks 'embedding.weight'"),
         ({"tensor_table": lambda config: LLAMA.tensor_table(config) * 2}, "tensor table names twice"),
+        ({"config_from_hf": lambda values: None}, "config_from_hf returned None"),
+        ({"tensor_table": lambda config: None}, "TypeError"),
+        ({"tensor_table": lambda config: iter(LLAMA.tensor_table(config)[1:])}, "lacks 'embedding.weight'"),
+        ({"tensor_table": lambda config: ("a", "b")}, "holds 'a', not a TensorEntry"),
+        ({"tensor_table": changed("q_proj", params=())}, r"q_proj.*params \(\), not a tuple of names"),
+        ({"tensor_table": changed("q_proj", params="attention.q")}, "q_proj.*params 'attention.q'"),
+        ({"tensor_table": changed("q_proj", params=(1,))}, r"q_proj.*params \(1,\)"),
+        ({"tensor_table": changed("q_proj", file_name=None)}, "file_name that is no string"),
+        ({"tensor_table": changed("q_proj", file_name="same")}, "two entries for the tensor 'same'"),
+        ({"tensor_table": changed("q_proj", groups=3)}, r"groups=3, which do not divide \d+ rows"),
+        ({"tensor_table": changed("q_proj", groups=0)}, "groups=0, not an integer from 1 on"),
+        ({"tensor_table": changed("q_proj", stacked=3)}, "stacked=3, which does not divide"),
+        ({"tensor_table": changed("q_proj", stacked="x")}, "stacked='x', not an integer"),
+        ({"tensor_table": changed("q_proj", transposed=1)}, "transposed=1, not True or False"),
+        ({"tensor_table": changed("q_proj", transposed=True, groups=2)}, "is transposed, which only a matrix"),
+        ({"tensor_table": changed("layernorm", transposed=True)}, "is transposed, which only a matrix"),
+        ({"other_tables": (lambda config: None,)}, "TypeError"),
+        ({"other_tables": None}, "TypeError"),
+        ({"ignored": ("(",)}, "ignored is .*missing"),
+        ({"ignored": "abc"}, "ignored is 'abc', not a tuple"),
+        ({"ignored": (1,)}, r"ignored is \(1,\)"),
+        ({"optional_prefix": None}, "optional_prefix is None, not a string"),
     ],
 )
 def test_a_family_that_breaks_at_load_is_named(my_folder, changes, message):

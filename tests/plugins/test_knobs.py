@@ -1,9 +1,13 @@
 """The plain knobs of the built-in stages: off, on, in which order, and what is refused."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from treadle_protos.v1.generation_pb2 import SamplingOptions
 from treadle_server.engine.chain import SamplingChain, StageSpec, sample_rows
 from treadle_server.errors import InvalidRequestError
@@ -245,3 +249,61 @@ def test_every_stage_in_one_chain(resolve: Resolve):
 
     assert tokens() == tokens()
     assert len({tuple(pair) for pair in zip(tokens(), tokens()[1:], strict=False)}) == 29
+
+
+fractions = st.floats(1e-6, 1)
+knob_sets = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(0, 5),
+        "dynatemp_range": st.floats(0, 3),
+        "top_k": st.integers(-1, 50),
+        **dict.fromkeys(("top_p", "typical_p", "tfs", "top_h", "min_p", "top_a"), fractions),
+        **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "xtc_probability"), fractions),
+        "xtc_threshold": st.floats(0, 0.5),
+        "top_n_sigma": st.floats(0.01, 10),
+        "p_less": st.booleans(),
+        "repetition_penalty": st.floats(0.01, 10),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "dry_multiplier": st.floats(0, 1000),
+        "dry_base": st.floats(1, 100),
+        "no_repeat_ngram_size": st.integers(0, 3),
+        "min_tokens": st.integers(0, 9),
+        "logit_bias": st.dictionaries(st.integers(0, 29), st.floats(-100, 100), max_size=5),
+        "mirostat": st.integers(0, 2),
+        "mirostat_tau": st.floats(0, 100),
+    },
+)
+rows = st.lists(st.sampled_from([-INF, -3e38, -50, 0, 0.5, 1, 1, 2, 60, 3e38]), min_size=29, max_size=29)
+
+
+@given(knobs=knob_sets, row=rows, seed=st.integers(0, 2**64 - 1))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_chain_draws_a_possible_token(resolve: Resolve, knobs: dict, row: list[float], seed: int):
+    """Whatever is combined on whatever row, token after token: one that is not masked, and the same when run again."""
+    chain, logits = resolve(vocab_size=30, **knobs), np.array([[*row, 1]], dtype=np.float32)
+    sampler = chain.begin([1, 2, 1], seed=seed, eos_ids=[0])
+    for _ in range(4):
+        (first,), (again,) = sample_rows([sampler], logits), sample_rows([sampler], logits)
+        assert first == again
+        assert logits[0, first.token_id] > -INF
+        sampler.accept(first.token_id)
+
+
+def cells(knob: str) -> list[str]:
+    """The README's row of a knob: range, default and off, named."""
+    readme = (Path(__file__).parents[2] / "plugins" / "samplers" / "README.md").read_text(encoding="utf-8")
+    (row,) = [line for line in readme.splitlines() if re.search(rf"^\| (`\w+`)? ?\| `{knob}` \|", line)]
+    return [cell.strip() for cell in row.split("|")[3:6]]
+
+
+def test_readme_has_every_knob(manager_of):
+    """The tables of plugins/samplers/README.md tell the off values, and what a named stage takes."""
+    for knob in manager_of().registry.knobs.values():
+        _, off, named = cells(knob.name)
+        default = knob.entry.cls.model_fields[knob.name].get_default()
+        if isinstance(default, int | float):
+            assert named == (str(default).lower() if isinstance(default, bool) else f"{default:g}"), knob.name
+            shown = [str(one).lower() if isinstance(one, bool) else f"{one:g}" for one in knob.off]
+            assert off == (", ".join(shown) if knob.off else f"adjusts: {default:g}"), knob.name

@@ -74,26 +74,18 @@ class Dry(Stage):
         if not len(places):
             return logits
         lengths = np.minimum(state.lengths[places], self._unbroken(state.ids, int(state.lengths.max()), context))
-        longest = self._longest(state.ids[places + 1], lengths, context)
-        ids = np.array([token_id for token_id in longest if logits[token_id] > -np.inf], dtype=np.int64)
-        exponents = np.array([longest[token_id] for token_id in ids.tolist()], dtype=np.float64)
+        longest = np.zeros(len(logits), dtype=np.int64)  # by token that would follow
+        np.maximum.at(longest, state.ids[places + 1], lengths)
+        repeating = np.flatnonzero((longest >= self.dry_allowed_length) & (logits > -np.inf))
+        ids = np.array([one for one in repeating.tolist() if not self._breaks(one, context)], dtype=np.int64)
+        exponents = np.minimum(longest[ids] - self.dry_allowed_length, self._largest_exponent())
         out = context.empty()
         np.copyto(out, logits)
-        penalties = self.dry_multiplier * self.dry_base ** np.minimum(exponents, self._largest_exponent())
-        out[ids] = np.maximum(logits[ids] - penalties, -_LARGEST)
+        out[ids] = np.maximum(logits[ids] - self.dry_multiplier * self.dry_base**exponents, -_LARGEST)
         return out
 
     def _largest_exponent(self) -> float:
         return _LARGEST_LOG / math.log(self.dry_base) if self.dry_base > 1 else 0.0
-
-    def _longest(self, followers: Ids, lengths: Ids, context: SamplingContext) -> dict[int, int]:
-        """By token, how far its longest match exceeds the allowed length."""
-        longest: dict[int, int] = {}
-        order = np.argsort(lengths, kind="stable")  # the longest of a token is written last
-        for token_id, length in zip(followers[order].tolist(), lengths[order].tolist(), strict=True):
-            if length >= self.dry_allowed_length:
-                longest[token_id] = length - self.dry_allowed_length
-        return {token_id: excess for token_id, excess in longest.items() if not self._breaks(token_id, context)}
 
     def _breaks(self, token_id: int, context: SamplingContext) -> bool:
         text = context.token_bytes(token_id)

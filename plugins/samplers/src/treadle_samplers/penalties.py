@@ -36,6 +36,12 @@ class TokenCounts:
         self.ids[place] = token_id
         self.counts[place] += 1
 
+    def copy(self) -> TokenCounts:
+        """Counts that go on by themselves."""
+        other = TokenCounts(self.ids[:0])
+        other.ids, other.counts, other._place_of = self.ids.copy(), self.counts.copy(), self._place_of.copy()
+        return other
+
 
 class Penalties(Stage):
     """Make tokens that came before less likely: by a factor, for being there, and for each time.
@@ -71,6 +77,10 @@ class Penalties(Stage):
     def accept(self, state: TokenCounts, token_id: int) -> None:
         """One token more."""
         state.add(token_id)
+
+    def clone(self, state: TokenCounts) -> TokenCounts:
+        """Counts of its own."""
+        return state.copy()
 
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> Logits:
         """The penalised logits."""

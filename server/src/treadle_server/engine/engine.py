@@ -221,6 +221,7 @@ class Engine:
         Not before the first token of the answer: at the end of a shared prefill the caches are copied as they are.
         """
         decoding = [s for s in self.scheduler.running if s.is_decoding and s.num_output]
+        decoding = self.scheduler.with_room_to_draft(decoding)
         for speculation, drafter in self._drafters.items():
             lanes = [s for s in decoding if s.request.speculation is speculation]
             counts = [min(s.request.max_draft_tokens, s.request.max_tokens - s.num_output - 1) for s in lanes]

@@ -95,11 +95,14 @@ class Lane:
 
     def kv_bytes_after(self, num_new: int) -> int:
         """Memory of keys and values held once `num_new` further tokens are computed and drafted on, in bytes."""
-        num_bytes = self.cache.bytes_after(num_new)
-        if self.draft_cache is not None:
-            drafted_on = min(self.num_tokens + num_new + self.draft_room, self.draft_cache.max_tokens)
-            num_bytes += self.draft_cache.bytes_after(max(0, drafted_on - self.draft_cache.length))
-        return num_bytes
+        return self.cache.bytes_after(num_new) + self.draft_bytes_after(num_new)
+
+    def draft_bytes_after(self, num_new: int) -> int:
+        """Memory of the draft model's part of that, in bytes."""
+        if self.draft_cache is None:
+            return 0
+        drafted_on = min(self.num_tokens + num_new + self.draft_room, self.draft_cache.max_tokens)
+        return self.draft_cache.bytes_after(max(0, drafted_on - self.draft_cache.length))
 
     def _make_room(self, num_new: int) -> None:
         """Double the buffer until it has room for further tokens."""

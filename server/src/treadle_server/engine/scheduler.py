@@ -180,6 +180,18 @@ class Scheduler:
         """Tell whether one more sequence whose cache takes `num_bytes` may run."""
         return len(self.running) < self.limits.max_running and self.kv_bytes() + num_bytes <= self.limits.max_kv_bytes
 
+    def with_room_to_draft(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Return those for which memory suffices to draft; the plan of the step did not know the choices it made."""
+        room = self.limits.max_kv_bytes - self.kv_bytes()
+        chosen = []
+        for sequence in sequences:
+            held = 0 if sequence.draft_cache is None else sequence.draft_cache.num_bytes
+            more = sequence.draft_bytes_after(0) - held
+            if more <= room:
+                room -= more
+                chosen.append(sequence)
+        return chosen
+
     def add_fork(self, sequence: Sequence) -> None:
         """Add a choice made from a running one: it runs on if its cache was copied, else it waits its turn."""
         if sequence.num_computed:
