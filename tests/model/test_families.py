@@ -184,6 +184,14 @@ def test_other_families_refuse_by_name(golden, family, settings, message):
         ("mixtral", {"num_experts_per_tok": 9}, r"top_k experts must be 1 to 4, but is 9"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must not be 0"),
         ("opt", {"num_attention_heads": 5}, "hidden_size must be a multiple of the number of heads"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be greater than 0, but is 0"),
+        ("gemma2", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar must be greater than 0, but is -4"),
+        ("gemma3", {"query_pre_attn_scalar": 0.0}, "query_pre_attn_scalar must be greater than 0"),
+        (
+            "llama_rope_longrope",
+            {"original_max_position_embeddings": 1},
+            "original_max_position_embeddings must be at least 2 for longrope, but is 1",
+        ),
         ("phi3_longrope", {"rope_parameters": {"rope_type": "longrope", "short_factor": 1}}, "short_factor must be"),
         (
             "phi3_longrope",
@@ -203,6 +211,24 @@ def golden_config(golden: Path, name: str) -> dict[str, object]:
     """Return config.json of a reference model; `gemma3_text` is in the folder gemma3, `falcon` in falcon_7b."""
     folder = {"gemma3_text": "gemma3", "falcon": "falcon_7b", "mistral": "mistral_sw8"}.get(name, name)
     return json.loads((golden / "models" / folder / "config.json").read_text())
+
+
+def test_phi3_has_an_original_context_of_its_own(golden):
+    """Where config.json has none outside the rotary settings, transformers takes 4096 whatever stands inside."""
+    values = golden_config(golden, "phi3_longrope")
+    del values["original_max_position_embeddings"]
+    assert values["rope_parameters"]["original_max_position_embeddings"] != 4096
+    rotary = FamilyRegistry().find("phi3").config_from_hf(values).positions.rotary
+    assert rotary.original_context_length == 4096
+
+
+@pytest.mark.parametrize("switch", [{"use_sliding_window": False}, {"use_sliding_window": None}])
+def test_layer_types_of_smollm3_slide_whatever_the_switch_says(golden, switch):
+    """As transformers masks by `layer_types`; `use_sliding_window` only chooses where there are none."""
+    find = FamilyRegistry().find("smollm3").config_from_hf
+    values = golden_config(golden, "smollm3_window") | switch
+    assert find(values).attention.windows == (8, None, 8)
+    assert find({**values, "layer_types": None}).attention.windows == ()
 
 
 def test_there_is_a_reference_model_of_every_family(golden):

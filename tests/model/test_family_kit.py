@@ -47,6 +47,11 @@ def with_a_repeat(config):
     return (*LLAMA.tensor_table(config), replace(LLAMA.tensor_table(config)[0], file_name="again"))
 
 
+def with_groups(config):
+    """A table whose groups do not divide the rows of the queries."""
+    return tuple(replace(e, groups=3) if "q_proj" in e.file_name else e for e in LLAMA.tensor_table(config))
+
+
 def with_unknown(config):
     """A table that names a parameter no decoder has."""
     return (*LLAMA.tensor_table(config), replace(LLAMA.tensor_table(config)[0], params=("extra.weight",)))
@@ -55,9 +60,17 @@ def with_unknown(config):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        (broken(tensor_table=without_last), "parameter 'head.weight' is missing"),
-        (broken(tensor_table=with_a_repeat), "a parameter is named twice"),
-        (broken(other_tables=(with_unknown,)), "tensor table 1: parameter 'extra.weight' is unknown"),
+        (broken(tensor_table=without_last), "tensor table 0: .*lacks 'head.weight'"),
+        (broken(tensor_table=with_a_repeat), "names twice 'embedding.weight'"),
+        (broken(other_tables=(with_unknown,)), "tensor table 1: .*the unknown parameter 'extra.weight'"),
+        (broken(tensor_table=lambda config: None), "tensor table 0: .*NoneType"),
+        (broken(tensor_table=lambda config: ("a",)), "tensor table 0: .*not a TensorEntry"),
+        (broken(config_from_hf=lambda values: 1 / 0), "the family fails: ZeroDivisionError"),
+        (broken(config_from_hf=lambda values: None), "config_from_hf returned None, not a DecoderConfig"),
+        (broken(ignored=("(",)), "the family fails: .*ignored"),
+        (broken(ignored=(r".*q_proj.*",)), "the family fails: .*q_proj.*is missing"),
+        (broken(other_tables=(lambda config: None,)), "tensor table 1: .*NoneType"),
+        (broken(tensor_table=with_groups), "tensor table 0: .*groups=3"),
         (broken(model_type="mine"), "hf_config must have model_type 'mine'"),
     ],
 )

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from treadle_server.language_model import LanguageModel
+    from treadle_server.training import Trainer
 
-__all__ = ["LanguageModel"]
+__all__ = ["LanguageModel", "Trainer"]
 
 
 def __getattr__(name: str) -> object:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> object:
         from treadle_server.language_model import LanguageModel
 
         return LanguageModel
+    if name == "Trainer":
+        from treadle_server.training import Trainer
+
+        return Trainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,7 +111,7 @@ class EngineError(TreadleError):
 
 
 class TrainingError(TreadleError):
-    """Raised when a training step cannot be done: no gradients wait, or a loss is not finite. The state is as before."""
+    """Raised when a training step cannot be done: no gradients wait, a loss is not finite. The state is as before."""
 
 
 class ChatTemplateError(TreadleError):

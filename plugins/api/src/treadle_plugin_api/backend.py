@@ -173,4 +173,16 @@ class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
         """Like `forward` on whole sequences; keeps in `saved` what `backward` needs."""
 
     def backward(self, prepared: PreparedT, saved: Mapping[str, Array], dhidden: Array) -> dict[str, Array]:
-        """Return the gradient of every canonical parameter given `dhidden [tokens, dim]`."""
+        """Return the gradient of every canonical parameter given `dhidden [tokens, dim]`, as if hidden were all."""
+
+    def head_backward(self, prepared: PreparedT, hidden: Array, dlogits: Array, grads: dict[str, Array]) -> Array:
+        """Return `dhidden [rows, dim]` given `dlogits [rows, vocab]`, and add the head's gradients to grads in place.
+
+        grads has an array for each parameter behind hidden; of a tied head that is the embedding.
+        """
+
+    def parameters(self, prepared: PreparedT) -> dict[str, Array]:
+        """Return the canonical parameters as they are computed with, as views: writing to them changes the model.
+
+        Norm scales that are stored minus one are here plus one.
+        """

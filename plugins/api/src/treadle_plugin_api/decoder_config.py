@@ -242,7 +242,9 @@ class DecoderConfig:
         require(self.logit_softcap is None or self.logit_softcap > 0, "logit_softcap", "over 0", self.logit_softcap)
         pre = self.norm.place == "pre"
         require(pre or self.residual == "serial", "residual", "serial unless norms have the place pre", self.residual)
-        require(pre or not self.residual_from_norm, "residual_from_norm", "false unless norms have the place pre", True)
+        alone = pre and self.residual == "serial"
+        expected = "false unless norms have the place pre and the residual is serial"
+        require(alone or not self.residual_from_norm, "residual_from_norm", expected, True)
         self.positions.check_head_dim(self.attention.head_dim)
         parts = self.num_layers * (self.moe.num_experts if self.moe else 1)
         require(parts <= MAX_PARTS, "num_experts", f"so few that all layers have {MAX_PARTS} or less", parts)

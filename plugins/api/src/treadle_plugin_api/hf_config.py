@@ -103,6 +103,13 @@ class HfConfig:
             raise ValueError(f"{self._where}{keys[0]} must be between 1 and {MAX_LAYERS}, but is {value}")
         return value
 
+    def positive(self, *keys: str, default: float | None = None) -> float:
+        """Return the first given key's finite number over 0."""
+        value = self.number(*keys, default=default)
+        if value <= 0:
+            raise ValueError(f"{self._where}{keys[0]} must be greater than 0, but is {value}")
+        return value
+
     def number(self, *keys: str, default: float | None = None) -> float:
         """Return the first given key's finite number."""
         value = self._get(keys, (float, int), "a number", default)

@@ -164,6 +164,8 @@ def _yarn_attention_factor(rope: HfConfig, factor: float) -> float:
 
 
 def _longrope(rope: HfConfig, factor: float, original: int) -> dict[str, Any]:
+    if original < 2:
+        raise ValueError(f"original_max_position_embeddings must be at least 2 for longrope, but is {original}")
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "attention_factor": rope.number("attention_factor", default=grown),

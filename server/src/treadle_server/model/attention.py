@@ -16,6 +16,7 @@ from treadle_plugin_api.backend import Array, Observer
 from treadle_server.model.alibi import Alibi
 from treadle_server.model.kv_cache import BLOCK_TOKENS
 from treadle_server.model.ops import softcap_forward, softmax_forward
+from treadle_server.model.ops_backward import softcap_backward
 
 # Scores held at once, all heads together: 8 MB in float32, of the order of the last-level cache.
 MAX_SCORES = 1 << 21
@@ -67,46 +68,112 @@ def _attend_block(
 ) -> None:
     """Attend from the last `rows` tokens of keys `[kv_heads, seen, head_dim]`, which start at position `first`."""
     rows, kv_heads, group, head_dim = q.shape
+    scores = _bounded_scores(q, keys, scoring, observe)
+    weights = _weights(scores, rows, first, scoring, observe)
+    heads = np.matmul(weights, values)  # [kv_heads, group * rows, head_dim]
+    out[...] = heads.reshape(kv_heads, group, rows, head_dim).transpose(2, 0, 1, 3)
+
+
+def _bounded_scores(q: Array, keys: Array, scoring: Scoring, observe: Observer | None = None) -> Array:
+    """Return the scores `[kv_heads, group * rows, seen]` up to the softcap, nothing masked yet."""
     scores = _scores(q, keys)  # [kv_heads, group * rows, seen]
-    by_head = scores.reshape(kv_heads * group, rows, -1)  # [heads, rows, seen]
+    by_head = scores.reshape(-1, len(q), keys.shape[1])  # [heads, rows, seen]
     _show(observe, "scores", by_head)
     scores *= scoring.scale
     _show(observe, "scaled_scores", by_head)
     if scoring.softcap is not None:
         softcap_forward(scores, scoring.softcap, out=scores)
         _show(observe, "capped_scores", by_head)
+    return scores
+
+
+def _weights(scores: Array, rows: int, first: int, scoring: Scoring, observe: Observer | None = None) -> Array:
+    """Turn scores `[kv_heads, group * rows, seen]` into weights in place: ALiBi's biases, mask, softmax."""
+    seen = scores.shape[2]
+    by_head = scores.reshape(-1, rows, seen)  # [heads, rows, seen]
     if scoring.alibi is not None:
-        positions = np.arange(first, first + keys.shape[1])
+        positions = np.arange(first, first + seen)
         by_head += scoring.alibi.biases(positions[-rows:], positions)
         _show(observe, "biased_scores", by_head)
     if rows > 1:
         future = np.triu(np.ones((rows, rows), np.bool_), 1)
         np.copyto(by_head[:, :, -rows:], -np.inf, where=future)
     if scoring.window is not None:
-        columns = np.arange(keys.shape[1])
+        columns = np.arange(seen)
         np.copyto(by_head, -np.inf, where=columns <= columns[-rows:, None] - scoring.window)
     _show(observe, "masked_scores", by_head)
-    weights = softmax_forward(scores, out=scores)
+    softmax_forward(scores, out=scores)
     _show(observe, "weights", by_head)
-    heads = np.matmul(weights, values)  # [kv_heads, group * rows, head_dim]
-    out[...] = heads.reshape(kv_heads, group, rows, head_dim).transpose(2, 0, 1, 3)
+    return scores
 
 
 def _scores(q: Array, keys: Array) -> Array:
     """Return every query's product with every key, `[kv_heads, group * rows, seen]`."""
-    rows, kv_heads, group, head_dim = q.shape
-    if rows == 1 and keys.shape[1] > MANY_KEYS:
+    if len(q) == 1 and keys.shape[1] > MANY_KEYS:
         # One matrix-vector product a head: OpenBLAS is four times slower at a product of a few rows with many columns.
         products: Array = np.matmul(keys[:, None], q[0, ..., None])  # [kv_heads, group, seen, 1]
         return products[..., 0]
-    stacked = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, head_dim)
-    scores: Array = np.matmul(stacked, keys.transpose(0, 2, 1))
+    scores: Array = np.matmul(_stack(q), keys.transpose(0, 2, 1))
     return scores
 
 
 def _show(observe: Observer | None, name: str, array: Array) -> None:
     if observe is not None:
         observe(name, array.copy())
+
+
+def attention_backward(
+    q: Array, keys: Array, values: Array, scoring: Scoring, out: Array, dout: Array
+) -> tuple[Array, Array, Array]:
+    """Return dq, dkeys, dvalues of a whole sequence, given out and dout `[rows, kv_heads, group, head_dim]`.
+
+    Keys and values are `[kv_heads, rows, head_dim]`. The weights are worked out again, a block of rows at a time, and
+    a row's dot product with its own gradient is taken from its output (Dao et al. 2022).
+    """
+    rows, kv_heads, group, _ = q.shape
+    dq, dkeys, dvalues = np.empty_like(q), np.zeros_like(keys), np.zeros_like(values)
+    block = max(1, MAX_SCORES // (kv_heads * group * rows))
+    for start in range(0, rows, block):
+        stop = min(start + block, rows)
+        seen = slice(scoring.first_seen(start), stop)
+        dq[start:stop] = _attend_block_backward(
+            q[start:stop],
+            (keys[:, seen], values[:, seen]),
+            seen.start,
+            scoring,
+            (out[start:stop], dout[start:stop]),
+            (dkeys[:, seen], dvalues[:, seen]),
+        )
+    return dq, dkeys, dvalues
+
+
+def _attend_block_backward(
+    q: Array, cached: tuple[Array, Array], first: int, scoring: Scoring, outs: tuple[Array, Array],
+    dcached: tuple[Array, Array],
+) -> Array:  # fmt: skip
+    """Return a block's dq and add to the gradients of the keys and values that it saw."""
+    rows, kv_heads, group, head_dim = q.shape
+    (keys, values), (dkeys, dvalues) = cached, dcached
+    out, dout = (_stack(one) for one in outs)  # [kv_heads, group * rows, head_dim]
+    scores = _bounded_scores(q, keys, scoring)  # [kv_heads, group * rows, seen]
+    bounded = scores.copy() if scoring.softcap is not None else scores
+    weights = _weights(scores, rows, first, scoring)
+    dvalues += np.matmul(weights.transpose(0, 2, 1), dout)
+    dscores: Array = np.matmul(dout, values.transpose(0, 2, 1))
+    dscores -= np.einsum("kri,kri->kr", out, dout)[..., None]
+    dscores *= weights
+    if scoring.softcap is not None:
+        dscores = softcap_backward(bounded, scoring.softcap, dscores)
+    dscores *= scoring.scale
+    dkeys += np.matmul(dscores.transpose(0, 2, 1), _stack(q))
+    dq: Array = np.matmul(dscores, keys)
+    return dq.reshape(kv_heads, group, rows, head_dim).transpose(2, 0, 1, 3)
+
+
+def _stack(q: Array) -> Array:
+    """Return `[kv_heads, group * rows, head_dim]` of `[rows, kv_heads, group, head_dim]`."""
+    rows, kv_heads, group, head_dim = q.shape
+    return q.transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, head_dim)
 
 
 def reproducible_attention_forward(

@@ -10,7 +10,8 @@ from treadle_plugin_api.backend import Array, Batch, ComputeBackend, Observer, W
 from treadle_plugin_api.decoder_config import DecoderConfig
 
 from treadle_server.model.kv_cache import KVCache, ScratchCache
-from treadle_server.model.numpy_backend import NumpyBackend, ReproducibleNumpyBackend
+from treadle_server.model.numpy_backend import NumpyBackend
+from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
 
 DTypeName = Literal["float32", "float64"]
 Numerics = Literal["fast", "reproducible"]

@@ -7,9 +7,8 @@ allocated once a pass and used by every layer, so that the cost of a decoded tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,13 +16,13 @@ from treadle_plugin_api.backend import Array, Batch, CacheView, Observer, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
 
 from treadle_server.model import moe, ops
-from treadle_server.model.attention import Scoring, attention_forward, reproducible_attention_forward
+from treadle_server.model.activations import ACTIVATIONS
+from treadle_server.model.attention import Scoring, attention_forward
+from treadle_server.model.backward import backward_pass, head_backward
+from treadle_server.model.fused import fused_arrays, split_fused
+from treadle_server.model.kv_cache import ScratchCache
 from treadle_server.model.prepared import Experts, Layer, Linear, Mlp, Norm, PreparedDecoder, prepare_decoder
 from treadle_server.model.rotary import rotary_forward
-
-# Rows multiplied at once in reproducible mode. A multiple of every OpenBLAS micro-kernel's width, so that no row of a
-# tile meets an edge kernel, whatever the machine.
-TILE_ROWS = 16
 
 
 @dataclass(slots=True)
@@ -43,6 +42,13 @@ class _Pass:
     v: Array  # [kv_heads, tokens, head_dim], view of qkv
     heads: Array  # [tokens, heads * head_dim]
     up: Array  # [tokens, hidden or 2 * hidden]
+    saved: dict[str, Array] | None  # what the backward pass needs, see `backward.py`; None when there is none
+    prefix: str = ""  # of the names in saved: the layer that runs
+
+    def keep(self, name: str, array: Array) -> None:
+        """Copy an array for the backward pass: the buffers are written to again."""
+        if self.saved is not None:
+            self.saved[self.prefix + name] = array.copy()
 
 
 class NumpyBackend:
@@ -61,10 +67,43 @@ class NumpyBackend:
         self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
     ) -> Array:
         """Run the layers and return `hidden [tokens, dim]`, after the final norm."""
-        run = self._start(prepared, batch, caches, observe)
+        return self._forward(prepared, batch, caches, observe, None)
+
+    def forward_saving(self, prepared: PreparedDecoder, batch: Batch, saved: dict[str, Array]) -> Array:
+        """Like `forward` on whole sequences; keeps in `saved` what `backward` needs."""
+        config = prepared.config
+        caches = [ScratchCache(config, self.dtype, length) for length in np.diff(batch.starts).tolist()]
+        saved |= {"token_ids": batch.token_ids, "starts": batch.starts, "positions": batch.positions()}
+        return self._forward(prepared, batch, caches, None, saved)
+
+    def backward(self, prepared: PreparedDecoder, saved: Mapping[str, Array], dhidden: Array) -> dict[str, Array]:
+        """Return the gradient of every canonical parameter given `dhidden [tokens, dim]`; that of a head is 0."""
+        return backward_pass(prepared, saved, dhidden)
+
+    def head_backward(self, prepared: PreparedDecoder, hidden: Array, dlogits: Array, grads: dict[str, Array]) -> Array:
+        """Return `dhidden [rows, dim]` and add the gradients of what lies behind hidden to grads."""
+        return head_backward(prepared, hidden, dlogits, grads)
+
+    def parameters(self, prepared: PreparedDecoder) -> dict[str, Array]:
+        """Return the canonical parameters as they are multiplied with, as views: writing to them changes the model.
+
+        Norm scales that are stored minus one are here plus one.
+        """
+        return split_fused(prepared.config, fused_arrays(prepared))
+
+    def _forward(
+        self,
+        prepared: PreparedDecoder,
+        batch: Batch,
+        caches: Sequence[CacheView],
+        observe: Observer | None,
+        saved: dict[str, Array] | None,
+    ) -> Array:
+        run = self._start(prepared, batch, caches, observe, saved)
         parallel = prepared.config.residual != "serial"
         for index, layer in enumerate(prepared.layers):
-            see = _within(observe, f"layers.{index}.")
+            run.prefix = f"layers.{index}."
+            see = _within(observe, run.prefix)
             x = self._enter(run, layer.attention_norm, "attention", see)
             delta = self._attend(run, index, layer, x, see)
             if parallel:  # the feed-forward reads the stream as attention found it
@@ -77,6 +116,8 @@ class NumpyBackend:
             self._leave(run, layer.mlp_output_norm or layer.mlp_norm, "mlp", see, delta)
         if prepared.final_norm is None:
             return run.x
+        run.prefix = ""
+        run.keep("final_in", run.x)
         hidden = self.norm(run.config, run.x, prepared.final_norm, run.x)
         _show(observe, "final_norm", hidden)
         return hidden
@@ -121,7 +162,7 @@ class NumpyBackend:
 
     def activation(self, config: DecoderConfig, up: Array) -> Array:
         """Return `[tokens, hidden]` of up, or of gate beside up `[tokens, 2 * hidden]`; may write to its argument."""
-        function = _ACTIVATIONS[config.mlp.activation]
+        function = ACTIVATIONS[config.mlp.activation]
         if not config.mlp.gated:
             return function(up, up)
         hidden_dim = up.shape[1] // 2
@@ -132,7 +173,12 @@ class NumpyBackend:
     # ---- the forward pass -------------------------------------------------------------------------------------------
 
     def _start(
-        self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None
+        self,
+        prepared: PreparedDecoder,
+        batch: Batch,
+        caches: Sequence[CacheView],
+        observe: Observer | None,
+        saved: dict[str, Array] | None,
     ) -> _Pass:
         config, attention, tokens = prepared.config, prepared.config.attention, batch.num_tokens
         positions = batch.positions()
@@ -140,14 +186,18 @@ class NumpyBackend:
         qkv = np.empty((tokens, num_heads + 2 * kv_heads, head_dim), self.dtype)
         turning = qkv[:, : num_heads + kv_heads]
         lengths = batch.lengths_reached(positions) if config.positions.depends_on_length else positions
+        tables = [rotary.table(positions, lengths, self.dtype) for rotary in prepared.rotaries]
+        if saved is not None:
+            for rotary_id, (cos, signed_sin) in enumerate(tables):
+                saved |= {f"rotary.{rotary_id}.cos": cos, f"rotary.{rotary_id}.signed_sin": signed_sin}
         return _Pass(
             config=config,
             batch=batch,
             caches=caches,
             turns=tuple(
-                (rotary.pairs(turning), *rotary.table(positions, lengths, self.dtype)) for rotary in prepared.rotaries
+                (rotary.pairs(turning), *table) for rotary, table in zip(prepared.rotaries, tables, strict=True)
             ),
-            x=self._embed(prepared, batch, positions, observe),
+            x=self._embed(prepared, batch, positions, observe, saved),
             normed=np.empty((tokens, config.dim), self.dtype),
             delta=np.empty((tokens, config.dim), self.dtype),
             qkv=qkv.reshape(tokens, -1),
@@ -156,10 +206,16 @@ class NumpyBackend:
             v=qkv[:, num_heads + kv_heads :].transpose(1, 0, 2),
             heads=np.empty((tokens, num_heads * head_dim), self.dtype),
             up=np.empty((tokens, config.mlp.hidden_dim * (2 if config.mlp.gated else 1)), self.dtype),
+            saved=saved,
         )
 
     def _embed(
-        self, prepared: PreparedDecoder, batch: Batch, positions: NDArray[np.int64], observe: Observer | None
+        self,
+        prepared: PreparedDecoder,
+        batch: Batch,
+        positions: NDArray[np.int64],
+        observe: Observer | None,
+        saved: dict[str, Array] | None,
     ) -> Array:
         config = prepared.config
         x: Array = prepared.embedding[batch.token_ids]  # [tokens, width]
@@ -169,6 +225,8 @@ class NumpyBackend:
             x = self.linear(x, prepared.embedding_in, np.empty((len(x), config.dim), self.dtype))
         _show(observe, "embedding", x)
         if prepared.embedding_norm is not None:
+            if saved is not None:
+                saved["embedding_norm_in"] = x.copy()
             _show(observe, "embedding_norm", self.norm(config, x, prepared.embedding_norm, x))
         if config.positions.kind not in ("learned", "sinusoidal"):
             return x
@@ -183,6 +241,7 @@ class NumpyBackend:
 
     def _enter(self, run: _Pass, norm: Norm | None, name: str, see: Observer | None) -> Array:
         """Return what a sublayer reads: the residual stream, normalised when the norm stands before."""
+        run.keep(f"{name}_in", run.x)
         if norm is None or not run.config.norm.before:
             return run.x
         normed = self.norm(run.config, run.x, norm, run.normed)
@@ -193,6 +252,7 @@ class NumpyBackend:
         """Add what a sublayer made to the residual stream, with the norm that stands behind, on either side of it."""
         config = run.config
         if config.norm.behind and norm is not None:
+            run.keep(f"{name}_out", delta)
             _show(see, f"{name}_output_norm", self.norm(config, delta, norm, delta))
         if config.residual_scale != 1.0:
             delta *= config.residual_scale
@@ -202,6 +262,7 @@ class NumpyBackend:
             run.x += delta
         _show(see, f"{name}_residual", run.x)
         if config.norm.place == "post" and norm is not None:
+            run.keep(f"{name}_sum", run.x)
             _show(see, f"{name}_norm", self.norm(config, run.x, norm, run.x))
 
     def _attend(self, run: _Pass, index: int, layer: Layer, x: Array, see: Observer | None) -> Array:
@@ -211,13 +272,17 @@ class NumpyBackend:
         if clip is not None:
             np.clip(run.qkv, -clip, clip, out=run.qkv)
         _show_qkv(see, run, "")
+        if clip is not None or layer.q_norm is not None:
+            run.keep("qkv_in", run.qkv)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm_heads(run, layer.q_norm, layer.k_norm)
             _show_qkv(see, run, "_normed")
         if layer.rotary_id is not None:
             self.rotary(*run.turns[layer.rotary_id])
             _show_qkv(see, run, "_rotated")
+        run.keep("qkv", run.qkv)
         self._attend_each(run, index, layer.scoring, _within(see, "attention."))
+        run.keep("heads", run.heads)
         _show(see, "attention.heads", run.heads)
         projected = self.linear(run.heads, layer.out, run.delta)
         _show(see, "attention.projection", projected)
@@ -250,15 +315,25 @@ class NumpyBackend:
         if isinstance(mlp, Experts):
             out = self._mix_experts(run, mlp, x, see)
         else:
-            out = self._expand(run.config, mlp, x, run.up, run.delta, see)
+            keep = None if run.saved is None else run.keep
+            out = self._expand(run.config, mlp, x, run.up, run.delta, see, keep)
         _show(see, "mlp.down", out)
         return out
 
     def _expand(
-        self, config: DecoderConfig, mlp: Mlp, x: Array, up: Array, out: Array, see: Observer | None = None
+        self,
+        config: DecoderConfig,
+        mlp: Mlp,
+        x: Array,
+        up: Array,
+        out: Array,
+        see: Observer | None = None,
+        keep: Observer | None = None,
     ) -> Array:
         """Fill out `[rows, dim]` with one feed-forward of x `[rows, dim]`; `up` is room for its hidden layer."""
         self.linear(x, mlp.up, up)
+        if keep is not None:
+            keep("up", up)
         if see is not None:
             hidden_dim = mlp.down.weight.shape[1]
             _show(see, "mlp.up", up[:, -hidden_dim:])
@@ -273,6 +348,7 @@ class NumpyBackend:
         """Return the weighted sum of the experts that each token goes to; no other expert computes anything."""
         config = run.config
         scores = self.linear(x, experts.router, np.empty((len(x), len(experts.each)), self.dtype))
+        run.keep("router", scores)
         _show(see, "mlp.router", scores)
         ids, weights = moe.route_forward(scores, experts.config)
         _show(see, "mlp.expert_ids", ids)
@@ -292,43 +368,6 @@ class NumpyBackend:
     def _apply_expert(self, config: DecoderConfig, mlp: Mlp, x: Array) -> Array:
         up = np.empty((len(x), len(mlp.up.weight)), self.dtype)
         return self._expand(config, mlp, x, up, np.empty((len(x), config.dim), self.dtype))
-
-
-class ReproducibleNumpyBackend(NumpyBackend):
-    """A row's result never depends, not in one bit, on what else is in the batch or on how a prompt was cut."""
-
-    def linear(self, x: Array, linear: Linear, out: Array) -> Array:
-        """Fill out `[rows, out]` by products of one shape: tiles of TILE_ROWS rows, the last one padded with zeros."""
-        rows = len(x)
-        whole = rows - rows % TILE_ROWS
-        for start in range(0, whole, TILE_ROWS):
-            ops.linear_forward(x[start : start + TILE_ROWS], linear.weight, linear.bias, out[start : start + TILE_ROWS])
-        if whole < rows:
-            tile = np.zeros((TILE_ROWS, x.shape[1]), x.dtype)
-            tile[: rows - whole] = x[whole:]
-            out[whole:] = ops.linear_forward(tile, linear.weight, linear.bias)[: rows - whole]
-        return out
-
-    def attention(
-        self, q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array, observe: Observer | None
-    ) -> None:
-        """Attend per query row over blocks of keys at absolute positions; an observed pass runs in fast mode."""
-        if observe is not None:
-            attention_forward(q, keys, values, length, scoring, out, observe)
-        else:
-            reproducible_attention_forward(q, keys, values, length, scoring, out)
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Array, Array | None], Array]] = MappingProxyType(
-    {
-        "silu": ops.silu_forward,
-        "gelu": ops.gelu_forward,
-        "gelu_tanh": ops.gelu_tanh_forward,
-        "gelu_quick": ops.gelu_quick_forward,
-        "relu": ops.relu_forward,
-        "relu_squared": ops.relu_squared_forward,
-    }
-)
 
 
 def _within(observe: Observer | None, prefix: str) -> Observer | None:

@@ -122,3 +122,8 @@ def rotary_forward(x: Array, cos: Array, signed_sin: Array, out: Array | None = 
     out = np.multiply(x, cos, out=out)
     out += swapped
     return out
+
+
+def rotary_backward(dy: Array, cos: Array, signed_sin: Array, out: Array | None = None) -> Array:
+    """Return dx of dy, both `[rows, heads, 2, half]`: the turn back, scaled as the turn was."""
+    return rotary_forward(dy, cos, -signed_sin, out)

@@ -26,7 +26,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     fields = gemma_fields(hf, "gemma2", layer_types=types)
     fields["logit_softcap"] = hf.optional_number("final_logit_softcapping", default=30.0)
     attention = {
-        "scale": hf.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        "scale": hf.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         "softcap": hf.optional_number("attn_logit_softcapping", default=50.0),
         "windows": hf.windows(types),
     }

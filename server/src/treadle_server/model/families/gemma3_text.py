@@ -24,7 +24,7 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     fields["logit_softcap"] = hf.optional_number("final_logit_softcapping")
     hf.optional_number("attn_logit_softcapping")  # transformers keeps it and never applies it to this family
     attention = {
-        "scale": hf.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+        "scale": hf.positive("query_pre_attn_scalar", default=256.0) ** -0.5,
         "qk_norm": "head",
         "windows": hf.windows(types),
     }

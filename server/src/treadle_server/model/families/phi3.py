@@ -12,7 +12,8 @@ from treadle_plugin_api.llama_layout import IGNORED, NORMS, finish_config, llama
 
 def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     """Return the decoder that a phi3 config.json describes."""
-    hf = HfConfig(values)
+    # Where it is absent transformers has this one, whatever stands among the rotary settings.
+    hf = HfConfig({"original_max_position_embeddings": 4096, **values})
     fields = llama_fields(
         hf,
         "phi3",

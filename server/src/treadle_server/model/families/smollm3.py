@@ -19,7 +19,8 @@ def config_from_hf(values: Mapping[str, object]) -> DecoderConfig:
     fields["positions"] = layered_positions([fields["positions"].rotary if turning else None for turning in turns])
     slides = hf.flag("use_sliding_window", default=False)
     types = hf.layer_types(fields["num_layers"], lambda layer: slides and hf.has("sliding_window") and not turns[layer])
-    windows = hf.windows(types if slides else ())
+    # `use_sliding_window` only chooses the types where they are not given: transformers masks by the types.
+    windows = hf.windows(types)
     bias = hf.flag("attention_bias", default=False)
     return finish_config(
         hf,

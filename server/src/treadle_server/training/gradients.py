@@ -1,0 +1,97 @@
+"""Gradients between two steps: gathered over batches, checked, measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from treadle_plugin_api.backend import Array
+
+from treadle_server.errors import TrainingError
+
+
+class Accumulator:
+    """The gradient of the sum of all losses since the last step, and what it is to be divided by.
+
+    So a batch in several parts gives the gradient that it gives in one, also where the parts count different numbers
+    of tokens.
+    """
+
+    def __init__(self) -> None:
+        self.reduction: str | None = None
+        self._sums: dict[str, Array] = {}
+        self._total_weight = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no batch has been added."""
+        return self.reduction is None
+
+    @property
+    def scale(self) -> float:
+        """By what the sums are multiplied: 1 over the weight of all counted tokens for a mean, else 1."""
+        return 1 / self._total_weight if self.reduction == "mean" else 1.0
+
+    def check_reduction(self, reduction: str) -> None:
+        """Raise TrainingError when a batch does not go with those before it."""
+        if self.reduction not in (None, reduction):
+            raise TrainingError(f"gradients of {self.reduction} losses wait for a step; they cannot take a {reduction}")
+
+    def add(self, grads: dict[str, Array], weight: float, reduction: str) -> None:
+        """Add the gradients of a batch's summed loss. The arrays belong to the accumulator afterwards."""
+        self.check_reduction(reduction)
+        if self.is_empty:
+            self._sums = grads
+        else:
+            for name, gradient in grads.items():
+                self._sums[name] += gradient
+        self.reduction = reduction
+        self._total_weight += weight
+
+    def norm(self) -> float:
+        """Return the norm of all gradients as one vector."""
+        return self.scale * math.sqrt(math.fsum(square_sum(gradient) for gradient in self._sums.values()))
+
+    def scaled(self) -> dict[str, Array]:
+        """Return the gradients, copied."""
+        return {name: gradient * gradient.dtype.type(self.scale) for name, gradient in self._sums.items()}
+
+    def take(self, factor: float) -> dict[str, Array]:
+        """Return the gradients times a factor and hold none any more."""
+        factor *= self.scale
+        grads = self._sums
+        for gradient in grads.values() if factor != 1.0 else ():
+            np.multiply(gradient, factor, out=gradient)
+        self.clear()
+        return grads
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.reduction, self._sums, self._total_weight = None, {}, 0.0
+
+
+def check_finite(grads: Mapping[str, Array], file_name: Callable[[str], str]) -> None:
+    """Raise TrainingError naming the first tensor whose gradient has a NaN or an infinity."""
+    for name, gradient in grads.items():
+        if not math.isfinite(square_sum(gradient)):
+            raise TrainingError(
+                f"the gradient of {file_name(name)} is not finite: nothing was changed. "
+                "Lower the learning rate, or look at this batch."
+            )
+
+
+def square_sum(array: Array) -> float:
+    """Return the sum of squares; where float32 is too small for it, it is worked out in float64."""
+    flat = array.reshape(-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.dot(flat, flat))
+        return total if math.isfinite(total) else float(np.sum(np.square(flat, dtype=np.float64)))
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return what gradients are multiplied by so that their norm is max_norm at most (Pascanu et al. 2013)."""
+    if max_norm is None:
+        return 1.0
+    # The small number keeps a norm of 0 harmless; PyTorch has the same.
+    return min(1.0, max_norm / (norm + 1e-6))
