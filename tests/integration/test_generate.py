@@ -67,11 +67,11 @@ def test_messages_go_through_the_chat_template_without_a_second_bos(client: Clie
     assert text == "<s>user: hi</s><s>assistant: "
 
 
-def test_thirty_streams_at_once_give_what_each_gives_alone(target: str, client: Client) -> None:
+def test_thirty_two_streams_at_once_give_what_each_gives_alone(target: str, client: Client) -> None:
     """In reproducible mode nothing depends on what else runs, prompts of every length mixed."""
     requests = [
         {"prompt": [(11 * i + j) % 290 + 3 for j in range(1 + 3 * i)], "seed": i, "max_tokens": 5 + i % 20}
-        for i in range(30)
+        for i in range(32)
     ]
 
     async def together() -> list[str]:
