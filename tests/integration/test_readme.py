@@ -119,9 +119,15 @@ def test_streaming_script_works(served: str, tmp_path: Path) -> None:
 
 
 @needs_registry
+def test_training_script_teaches_a_sentence(tmp_path: Path) -> None:
+    """The README's training loop changes what the bundled model says."""
+    script = block("python", "Trainer.load")
+    assert run([sys.executable, "-c", script], tmp_path).splitlines()[-1] == " 爱 我"
+
+
 def test_in_process_script_works(smollm2: Path, tmp_path: Path) -> None:
     """The script without a server gives logits of the printed shape."""
-    script = block("python", "LanguageModel.load")
+    script = block("python", "lm.logits")
     assert run([sys.executable, "-c", script], tmp_path).startswith("(3, 49152)\n")
 
 
