@@ -69,6 +69,7 @@ def tiny_folder(tiny_llama: TinyLlama, tmp_path: Path) -> Path:
     folder.mkdir()
     save_file(dict(tiny_llama.tensors), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf_config(len(tiny_llama.vocabulary))))
+    Tokenizer(models.BPE(dict(tiny_llama.vocabulary), tiny_llama.merges)).save(str(folder / "tokenizer.json"))
     (folder / "README.md").write_text("---\nlicense: mit\n---\nA card.\n")
     (folder / "modeling.py").write_text("raise SystemExit\n")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")

@@ -138,7 +138,14 @@ def test_only_the_needed_files_are_fetched(hub: Hub, tiny: dict[str, bytes], sto
     """Settings, tokenizer, template, licence and weights arrive; code, pickles and other formats stay there."""
     model = pull("hf:someone/Tiny-Model", store)
     assert (model.name, model.source, model.licence) == ("tiny-model", "hf:someone/Tiny-Model", "mit")
-    expected = {"config.json", "generation_config.json", "chat_template.jinja", "LICENSE", "model.safetensors"}
+    expected = {
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "model.safetensors",
+    }
     assert names(model.folder) == expected | {"treadle.json"}
     assert set(hub.fetched) == expected
     assert (model.folder / "model.safetensors").read_bytes() == tiny["model.safetensors"]
@@ -188,6 +195,14 @@ def test_gguf_file_of_a_repository(hub: Hub, store: ModelStore, write_gguf: Call
     assert hub.fetched == ["q4/Tiny.Q4_0.gguf"]
 
 
+def test_a_damaged_gguf_file_is_named_by_its_repository(hub: Hub, store: ModelStore) -> None:
+    """Not by the scratch folder that it was fetched into."""
+    hub.repositories["someone/gguf"] = {"q4/Tiny.gguf": b"GGUF" + bytes(40)}
+    with pytest.raises(CheckpointError, match=r"^hf:someone/gguf/q4/Tiny\.gguf: ") as refusal:
+        pull("hf:someone/gguf/q4/Tiny.gguf", store)
+    assert "incoming" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("source", ["hf:someone/gguf", "hf:someone/gguf/Nine.gguf"])
 def test_gguf_files_are_named_where_one_must_be_chosen(hub: Hub, store: ModelStore, source: str) -> None:
     """A repository with GGUF files only, or without the one asked for, says what it has."""
@@ -215,6 +230,59 @@ def test_a_model_that_could_not_be_served_is_refused_before_its_weights_are_fetc
     with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
         pull("hf:someone/Tiny-Model", store)
     assert "model.safetensors" not in hub.fetched
+
+
+def test_files_in_folders_are_left_there(hub: Hub, tiny: dict[str, bytes], store: ModelStore) -> None:
+    """Patterns are for the files beside config.json: `*` does not reach into folders, of settings or of weights."""
+    inside = (
+        "configs/x.json",
+        "tokenizer/tokenizer.json",
+        "config.d/a.json",
+        "LICENSES/mit.txt",
+        "model/a.safetensors",
+    )
+    tiny |= dict.fromkeys(inside, b"{}")
+    folder = pull("hf:someone/Tiny-Model", store).folder
+    assert not set(inside) & set(hub.fetched)
+    assert all(path.is_file() for path in folder.iterdir())
+
+
+def test_weights_in_a_folder_are_not_the_model(hub: Hub, tiny: dict[str, bytes], store: ModelStore) -> None:
+    """A repository with safetensors in folders only has none that would be found."""
+    tiny["model_fp16/part.safetensors"] = tiny.pop("model.safetensors")
+    with pytest.raises(ImportSourceError, match=r"holds no model\.safetensors"):
+        pull("hf:someone/Tiny-Model", store)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer.json": None}, r"hf:someone/Tiny-Model holds no tokenizer\.json"),
+        ({"config.json": None}, r"^hf:someone/Tiny-Model: has no config\.json"),
+        ({"config.json": b'{"model_type": "unheard_of"}'}, r"^hf:someone/Tiny-Model: model_type 'unheard_of'"),
+        ({"config.json": b'{"model_type": "llama"}'}, r"^hf:someone/Tiny-Model/config\.json: \w+ is missing"),
+        ({"config.json": b"{"}, r"^hf:someone/Tiny-Model/config\.json: not valid JSON"),
+    ],
+)
+def test_refusals_come_before_the_weights_and_name_the_repository(
+    hub: Hub, tiny: dict[str, bytes], store: ModelStore, changes: dict[str, bytes | None], message: str
+) -> None:
+    """Not the folder it was fetched into, which is gone by then."""
+    for name, content in changes.items():
+        tiny.pop(name)
+        if content is not None:
+            tiny[name] = content
+    with pytest.raises((CheckpointError, ImportSourceError), match=message) as refusal:
+        pull("hf:someone/Tiny-Model@v1", store)
+    assert "incoming" not in str(refusal.value)
+    assert "model.safetensors" not in hub.fetched
+
+
+def test_a_damaged_file_of_a_hub_is_named_by_its_repository(tiny: dict[str, bytes], store: ModelStore) -> None:
+    """Found after the fetch, and named all the same by where it came from."""
+    tiny["model.safetensors"] = b"nothing"
+    with pytest.raises(CheckpointError, match=r"^hf:someone/Tiny-Model/model\.safetensors: "):
+        pull("hf:someone/Tiny-Model", store)
 
 
 def test_without_safetensors_nothing_is_fetched(hub: Hub, tiny: dict[str, bytes], store: ModelStore) -> None:

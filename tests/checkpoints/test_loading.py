@@ -189,7 +189,11 @@ def test_a_giant_config_is_not_read(copy_model):
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": "x", "auto_map": {"AutoModel": "m.M"}}, "'x' is not supported and its own code is never run"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"the weights are quantised \(fp8\)"),
-        ({"vision_config": {}}, "a multimodal model"),
+        ({"vision_config": {}}, r"a multimodal model \(config.json has 'vision_config'\)"),
+        ({"mm_vision_tower": "openai/clip"}, "a multimodal model .*'mm_vision_tower'"),
+        ({"mm_projector_type": "mlp"}, "a multimodal model .*'mm_projector_type'"),
+        ({"audio_encoder": {}}, "a multimodal model .*'audio_encoder'"),
+        ({"speech_config": {"layers": 2}}, "a multimodal model .*'speech_config'"),
         ({"hidden_act": "mish"}, "config.json: hidden_act 'mish' is not supported.*as a plugin"),
     ],
 )
@@ -198,6 +202,11 @@ def test_models_that_need_something_else_are_refused_in_a_sentence(copy_model, v
     folder = edit_config(copy_model("llama_plain"), **values)
     with pytest.raises(UnsupportedModelError, match=message):
         load_checkpoint(folder)
+
+
+def test_senses_that_are_switched_off_do_not_matter(copy_model):
+    """A text-only version may keep the keys, null or false."""
+    load_checkpoint(edit_config(copy_model("llama_plain"), vision_config=None, mm_use_im_start_end=False)).close()
 
 
 def test_remote_code_of_a_supported_type_is_ignored(copy_model):

@@ -234,7 +234,8 @@ def test_gguf_files_are_named_after_themselves(
 def test_hugging_face_folder_is_copied_without_code(store: ModelStore, tiny_folder: Path) -> None:
     """Configs, tensors and the card are copied; Python files and pickles are not."""
     folder = pull(str(tiny_folder), store).folder
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md", "treadle.json"}
+    kept = {"config.json", "model.safetensors", "tokenizer.json", "README.md", "treadle.json"}
+    assert {path.name for path in folder.iterdir()} == kept
     assert (folder / "model.safetensors").read_bytes() == (tiny_folder / "model.safetensors").read_bytes()
 
 
@@ -271,6 +272,14 @@ def test_a_folder_without_safetensors_is_refused(store: ModelStore, tiny_folder:
     (tiny_folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
         pull(str(tiny_folder), store)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(store: ModelStore, tiny_folder: Path) -> None:
+    """It could be stored and never be loaded; what is missing is named."""
+    (tiny_folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"Tiny Folder: holds no tokenizer\.json"):
+        pull(str(tiny_folder), store)
+    assert store.list() == []
 
 
 def test_a_folder_that_could_not_be_served_is_refused(store: ModelStore, tiny_folder: Path) -> None:

@@ -143,3 +143,75 @@ def test_treadle_classic_round_trips(tmp_path, tied):
         assert sorted(checkpoint.params) == sorted(arrays)
         save_checkpoint(tmp_path / "saved", checkpoint)
     assert file_tensors(tmp_path / "saved") == file_tensors(tmp_path)
+
+
+# ---- saving over another model --------------------------------------------------------------------------------------
+
+
+def first_weights(folder: Path) -> tuple[str, bytes]:
+    """Family and embedding of what a folder loads as."""
+    with load_checkpoint(folder) as checkpoint:
+        return checkpoint.family.model_type, checkpoint.params["embedding.weight"].view().tobytes()
+
+
+@pytest.mark.parametrize("name", ["llama_sharded", "gpt2", "mixtral"])
+def test_saving_over_shards_replaces_them(golden, tmp_path, name):
+    """What loads is what was saved; the old model's index and shards are gone, other files stay."""
+    folder = shutil.copytree(golden / "models" / "llama_sharded", tmp_path / "a")
+    (folder / "notes.txt").write_text("mine")
+    with load_checkpoint(golden / "models" / name) as checkpoint:
+        arrays = random_arrays(checkpoint.config, 5)
+        save_checkpoint(folder, checkpoint, Params.from_arrays(arrays), dtype="float32")
+    assert first_weights(folder) == (checkpoint.family.model_type, arrays["embedding.weight"].tobytes())
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert (folder / "notes.txt").exists()
+
+
+def test_saving_over_a_broken_index_replaces_it(golden, tmp_path):
+    """An index that leads out of the folder is removed; what it names is not touched."""
+    outside = tmp_path / "x.safetensors"
+    outside.write_bytes(b"mine")
+    folder = shutil.copytree(golden / "models" / "llama_plain", tmp_path / "a")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    with load_checkpoint(golden / "models" / "gpt2") as checkpoint:
+        save_checkpoint(folder, checkpoint)
+    assert first_weights(folder) == first_weights(golden / "models" / "gpt2")
+    assert outside.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("old", ["llama_sharded", "llama_plain"])
+@pytest.mark.parametrize("new", ["llama_sharded", "gpt2"])
+def test_a_save_that_is_killed_leaves_no_mixture(golden, tmp_path, monkeypatch, old, new):
+    """Stopped before any of its steps, the folder loads as the old model or the new one, or not at all."""
+
+    class Killed(BaseException):
+        pass
+
+    def stop_at(step: int) -> None:
+        count = iter(range(100))
+        for name in ("unlink", "replace"):
+            real = getattr(Path, name)
+
+            def stopping(self, *args, real=real, **options):
+                if next(count) >= step:
+                    raise Killed
+                return real(self, *args, **options)
+
+            monkeypatch.setattr(Path, name, stopping)
+
+    with load_checkpoint(golden / "models" / new) as checkpoint:
+        arrays = random_arrays(checkpoint.config, 5)
+        expected = (checkpoint.family.model_type, arrays["embedding.weight"].tobytes())
+        for step in range(100):
+            folder = shutil.copytree(golden / "models" / old, tmp_path / str(step))
+            allowed = [first_weights(folder), expected]
+            try:
+                stop_at(step)
+                save_checkpoint(folder, checkpoint, Params.from_arrays(arrays), dtype="float32")
+            except Killed:
+                monkeypatch.undo()
+                assert not (folder / "config.json").exists() or first_weights(folder) in allowed
+            else:
+                monkeypatch.undo()
+                assert first_weights(folder) == expected
+                break

@@ -55,7 +55,7 @@ def test_manifest_describes_the_model(store: ModelStore, tiny_folder: Path) -> N
     )
     weights = (tiny_folder / "model.safetensors").read_bytes()
     assert model.manifest.sha256["model.safetensors"] == hashlib.sha256(weights).hexdigest()
-    assert model.manifest.sha256.keys() == {"config.json", "model.safetensors", "README.md"}
+    assert model.manifest.sha256.keys() == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
     assert 4 * model.manifest.num_parameters == pytest.approx(len(weights), rel=0.1)
 
 
@@ -197,7 +197,9 @@ def test_files_and_folders_are_flushed_before_the_rename(
     flush = store_module._flush
     monkeypatch.setattr(store_module, "_flush", lambda path: (flushed.append(path.name), flush(path)))
     pull(str(tiny_folder), store, name="tiny")
-    assert sorted(flushed[:-2]) == sorted(["config.json", "model.safetensors", "README.md", MANIFEST_FILE])
+    assert sorted(flushed[:-2]) == sorted(
+        ["config.json", "model.safetensors", "tokenizer.json", "README.md", MANIFEST_FILE]
+    )
     assert flushed[-2:] == ["model", "models"]
 
 
@@ -205,3 +207,14 @@ def test_the_store_folder_may_have_spaces_and_any_letters(tmp_path: Path, tiny_f
     """A root such as `a b/模型` works."""
     store = ModelStore(tmp_path / "a b" / "模型")
     assert os.fspath(pull(str(tiny_folder), store, name="tiny").folder).startswith(os.fspath(store.root))
+
+
+def test_folders_inside_a_model_are_no_files_of_it(store: ModelStore, tiny_folder: Path) -> None:
+    """A folder that an installer left beside the files is neither hashed nor counted."""
+    with store.scratch() as scratch:
+        folder = scratch / "model"
+        shutil.copytree(tiny_folder, folder)
+        (folder / "configs").mkdir()
+        (folder / "configs" / "x.json").write_text("{}")
+        model = store.add("tiny", folder, source="here", licence="mit")
+    assert "configs" not in model.manifest.sha256

@@ -28,7 +28,7 @@ CHAPTERS = {
     "10  Top-p": ["after top-p = 0.9", "0.925", "stays"],
     "11  Which setting": ["creative (temperature 1)", "0.9 to 1.2"],
     "12  Loss": ["mean loss = (1.689 + 2.034 + 3.243) / 3 = 2.322"],
-    "Layer 0: attention head 1": ["-∞", "A = softmax(S)", "looks most at 猫"],
+    "Layer 0: attention head 1": ["-∞", "A = softmax(S masked)", "looks most at 猫"],
     "Layer 0: after attention": ["H = relu(U)", "(3 × 48)"],
     "Choosing the next token": ["After “猫 追” the model expects", "after temperature = 0.7", "老鼠"],
     "Loss": ["mean loss = 0.156", "70.0%"],
@@ -117,7 +117,9 @@ def test_a_prompt_is_explained_with_a_model(treadle: Run, tiny_folder: Path) -> 
 def test_greedy_is_explained(treadle: Run) -> None:
     """Temperature 0 leaves no draw: the likeliest token is taken."""
     text = treadle("explain", "猫 追", "--temperature", "0").stdout
-    assert "老鼠 (chance 100.0%)" in " ".join(text.split())
+    text = " ".join(text.split())
+    assert "The most likely one is taken, and nothing is left to chance: 老鼠." in text
+    assert "drawn at random" not in text[text.index("Choosing the next token") :]
 
 
 class _Page(HTMLParser):

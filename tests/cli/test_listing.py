@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,20 @@ def test_a_pulled_model_is_listed_and_found_by_name(
     assert "pulled\t" in treadle("models").stdout
     done = treadle("generate", "the", "--model", "pulled", "--max-tokens", "2", "--json")
     assert json.loads(done.stdout)["prompt_info"]["model"] == "pulled"
+
+
+def test_a_card_cannot_give_a_terminal_orders(
+    treadle: Run, on_terminal: Run, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences in the licence of somebody's card are shown by no command."""
+    monkeypatch.setenv("TREADLE_HOME", str(tmp_path / "home"))
+    folder = shutil.copytree(tiny_folder, tmp_path / "tiny")
+    (folder / "README.md").write_text("---\nlicense: mit\x1b]0;owned\x07\x9b2J\n---\n", encoding="utf-8")
+    shown = [on_terminal("pull", folder), on_terminal("models"), treadle("models").stdout]
+    shown += [treadle("models", "--json").stdout, treadle("pull", folder, "--json").stdout]
+    for text in shown:
+        assert "mit" in text
+        assert not any(order in text for order in ("\x1b]0", "\x07", "\x9b"))
 
 
 def test_a_server_lists_its_models(treadle: Run, target: str) -> None:

@@ -141,3 +141,11 @@ def test_parts_of_characters_are_shown_as_bytes(model: LanguageModel) -> None:
     part = ModelWalk(model, View(prompt="猫", knobs=KNOBS)).part()
     table = next(block for block in blocks(part) if isinstance(block, Table))
     assert any(row[-1].startswith("<E7") for row in table.rows)
+
+
+def test_a_greedy_choice_is_not_called_random(model: LanguageModel) -> None:
+    """At temperature 0 the most likely token is taken."""
+    part = ModelWalk(model, View(prompt="the cat", knobs={"temperature": 0})).part()
+    texts = [block.text for block in blocks(part) if isinstance(block, Text)]
+    assert any("The most likely one is taken" in text for text in texts)
+    assert not any("random" in text for text in texts)

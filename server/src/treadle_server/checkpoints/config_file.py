@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from treadle_server.errors import CheckpointError, UnsupportedModelError
+
+TOKENIZER_FILE = "tokenizer.json"
+# Said of a folder or a repository.
+WITHOUT_TOKENIZER = (
+    "holds no tokenizer.json, without which treadle cannot turn text into tokens; AutoTokenizer.from_pretrained(...)"
+    ".save_pretrained(...) of transformers writes one"
+)
+# Keys of models that see or hear, however their model_type calls itself.
+_OTHER_SENSES = re.compile(
+    r"(vision|visual|image|video|audio|speech)_(config|tower|encoder|model)|mm_\w+|multi_modal_projector\w*|img_processor"
+)
 
 # A config.json is a few kilobytes; an index of a thousand shards under ten megabytes.
 MAX_JSON_BYTES = 64_000_000
@@ -37,9 +49,11 @@ def read_model_config(folder: Path) -> dict[str, object]:
         raise CheckpointError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
     values = read_json_object(folder / "config.json")
     refuse_quantised(folder, values)
-    if any(key in values for key in ("vision_config", "audio_config", "vision_tower")):
+    sense = next((key for key in values if _OTHER_SENSES.fullmatch(key) and values[key] not in (None, False)), None)
+    if sense is not None:
         raise UnsupportedModelError(
-            f"{folder}: a multimodal model; use its text-only version: treadle runs text-only decoders"
+            f"{folder}: a multimodal model (config.json has {sense!r}); "
+            "use its text-only version: treadle runs text-only decoders"
         )
     return values
 

@@ -9,9 +9,10 @@ import re
 from pathlib import Path
 from typing import cast
 
-from treadle_server.checkpoints.config_file import read_json_object
+from treadle_server.checkpoints.config_file import TOKENIZER_FILE, WITHOUT_TOKENIZER, read_json_object
 from treadle_server.checkpoints.loading import INDEX_NAME, load_checkpoint
 from treadle_server.checkpoints.progress import Progress, Reporter
+from treadle_server.errors import CheckpointError
 
 _TEXT_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".md"})
 _LICENCE_FILE = re.compile(r"(LICEN[CS]E|NOTICE)([.-].*)?", re.IGNORECASE)
@@ -26,6 +27,8 @@ def copy_hf_folder(source: Path, folder: Path, progress: Progress | None = None)
     is copied.
     """
     load_checkpoint(source).close()
+    if not (source / TOKENIZER_FILE).is_file():
+        raise CheckpointError(f"{source}: {WITHOUT_TOKENIZER}")
     weights = [source / name for name in _weight_names(source)]
     paths = weights + [path for path in sorted(source.iterdir()) if _is_wanted_text(path)]
     reporter = Reporter(progress, f"copying {source.name}", sum(path.stat().st_size for path in paths))

@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from treadle_server.checkpoints.config_file import read_json_object, read_model_config
-from treadle_server.checkpoints.loading import INDEX_NAME, load_checkpoint
+from treadle_server.checkpoints.config_file import TOKENIZER_FILE, WITHOUT_TOKENIZER, read_json_object
+from treadle_server.checkpoints.loading import INDEX_NAME, check_config, load_checkpoint
 from treadle_server.checkpoints.progress import Progress, Reporter
 from treadle_server.errors import CheckpointError, ImportSourceError
 
@@ -71,11 +71,13 @@ def fetch_folder(source: HubSource, folder: Path, progress: Progress | None) -> 
     serve them; what the config can tell is found out before the weights are fetched.
     """
     listing = _list(source)
-    texts = [path for path in listing.sizes if any(fnmatchcase(path, pattern) for pattern in _TEXT_FILES)]
+    texts = [path for path in listing.sizes if _beside_config(path, *_TEXT_FILES)]
     _refuse_without_weights(listing)
     index = [INDEX_NAME] if INDEX_NAME in listing.sizes else []
     _fetch(listing, [*texts, *index], folder, progress, "settings of")
-    read_model_config(folder)
+    check_config(folder)
+    if TOKENIZER_FILE not in listing.sizes:
+        raise ImportSourceError(f"hf:{source.repository} {WITHOUT_TOKENIZER}")
     _fetch(listing, _weight_names(listing, folder), folder, progress, "")
     load_checkpoint(folder).close()
     return listing.licence
@@ -91,9 +93,14 @@ def fetch_gguf(source: HubSource, folder: Path, progress: Progress | None) -> tu
     return folder / name, listing.licence
 
 
+def _beside_config(path: str, *patterns: str) -> bool:
+    """Whether a path of a repository lies in no folder and fits a pattern; `*` of fnmatch would cross a slash."""
+    return "/" not in path and any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
 def _refuse_without_weights(listing: _Listing) -> None:
     names = listing.sizes.keys()
-    if INDEX_NAME in names or any(fnmatchcase(name, _SHARDS) for name in names):
+    if INDEX_NAME in names or any(_beside_config(name, _SHARDS) for name in names):
         return
     if any(name.lower().endswith(".gguf") for name in names):
         raise ImportSourceError(f"hf:{listing.source.repository} holds no safetensors; {_gguf_files(listing)}")
@@ -119,7 +126,7 @@ def _weight_names(listing: _Listing, folder: Path) -> list[str]:
         if missing or not shards:
             raise CheckpointError(f"hf:{listing.source.repository}: {INDEX_NAME} names no shards, or missing {missing}")
         return shards
-    return [_SINGLE] if _SINGLE in names else sorted(name for name in names if fnmatchcase(name, _SHARDS))
+    return [_SINGLE] if _SINGLE in names else sorted(name for name in names if _beside_config(name, _SHARDS))
 
 
 def _list(source: HubSource) -> _Listing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from treadle_plugin_api.family import Family, TensorEntry, UnsupportedSettingErr
 
 from treadle_server.checkpoints.config_file import read_generation_config, read_json_object, read_model_config
 from treadle_server.checkpoints.safetensors_io import SafetensorsFile
+from treadle_server.checkpoints.tensor_table import family_failed, read_ignored, read_tables
 from treadle_server.errors import CheckpointError, UnsupportedModelError
 from treadle_server.model.families.registry import FamilyRegistry
 from treadle_server.model.params import Params, Shape, param_shapes
@@ -117,13 +118,13 @@ def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Che
 
     Raises CheckpointError for a broken folder and UnsupportedModelError for one whose arithmetic treadle lacks.
     """
-    hf_config = read_model_config(folder)
-    family = _find_family(folder, hf_config, families or FamilyRegistry())
-    config = _read_config(folder, family, hf_config)
+    hf_config, family, config = check_config(folder, families)
+    tables = read_tables(family, config)
+    ignored = read_ignored(family)
     files = _open_files(folder)
     try:
-        tensors = _Tensors(folder, files, family.ignored)
-        entries = tensors.choose_table(family, config)
+        tensors = _Tensors(folder, files, ignored)
+        entries = tensors.choose_table(family, tables)
         config, table = tensors.settle_head(config, entries)
         params = Params(tensors.weights(config, table))
         generation_config = read_generation_config(folder)
@@ -143,6 +144,15 @@ def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Che
     )
 
 
+def check_config(
+    folder: Path, families: FamilyRegistry | None = None
+) -> tuple[dict[str, object], Family, DecoderConfig]:
+    """Return config.json of a folder, its family and what it describes; the weights need not be there."""
+    hf_config = read_model_config(folder)
+    family = _find_family(folder, hf_config, families or FamilyRegistry())
+    return hf_config, family, _read_config(folder, family, hf_config)
+
+
 def _find_family(folder: Path, hf_config: Mapping[str, object], families: FamilyRegistry) -> Family:
     model_type = hf_config.get("model_type")
     family = families.find(model_type) if isinstance(model_type, str) else None
@@ -158,7 +168,7 @@ def _find_family(folder: Path, hf_config: Mapping[str, object], families: Family
 
 def _read_config(folder: Path, family: Family, hf_config: Mapping[str, object]) -> DecoderConfig:
     try:
-        return family.config_from_hf(hf_config)
+        config = family.config_from_hf(hf_config)
     except UnsupportedSettingError as error:
         raise UnsupportedModelError(
             f"{folder / 'config.json'}: {error}. Use a version of the model without it, or add a family as a plugin."
@@ -166,11 +176,10 @@ def _read_config(folder: Path, family: Family, hf_config: Mapping[str, object]) 
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     except Exception as error:  # a plugin's family may raise anything
-        raise CheckpointError(_family_failed(family, f"{type(error).__name__}: {error}")) from error
-
-
-def _family_failed(family: Family, what: str) -> str:
-    return f"the family of model_type {family.model_type!r} is broken: {what}"
+        raise family_failed(family, f"{type(error).__name__}: {error}") from error
+    if not isinstance(config, DecoderConfig):
+        raise family_failed(family, f"config_from_hf returned {config!r:.80}, not a DecoderConfig")
+    return config
 
 
 def _open_files(folder: Path) -> list[SafetensorsFile]:
@@ -189,7 +198,7 @@ def _open_files(folder: Path) -> list[SafetensorsFile]:
 def _shard_names(folder: Path) -> list[str]:
     """Return the names of the model's files: those in the index, else model.safetensors, else all `model*`."""
     if (folder / INDEX_NAME).exists():
-        return _names_in_index(folder / INDEX_NAME)
+        return names_in_index(folder / INDEX_NAME)
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]
     names = sorted(path.name for path in folder.glob("model*.safetensors"))
@@ -200,7 +209,8 @@ def _shard_names(folder: Path) -> list[str]:
     raise CheckpointError(f"{folder}: has no model.safetensors{hint}")
 
 
-def _names_in_index(path: Path) -> list[str]:
+def names_in_index(path: Path) -> list[str]:
+    """Return the shards that an index names; raises CheckpointError unless each could be a file beside it."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be an object from tensor to file name")
@@ -213,25 +223,19 @@ def _names_in_index(path: Path) -> list[str]:
 class _Tensors:
     """Every tensor of a folder's files by name."""
 
-    def __init__(self, folder: Path, files: list[SafetensorsFile], ignored: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, files: list[SafetensorsFile], ignored: Sequence[re.Pattern[str]]) -> None:
         self._folder = folder
         self._files: dict[str, SafetensorsFile] = {}
         for file in files:
             for name in file.tensors:
-                if any(re.fullmatch(pattern, name) for pattern in ignored):
+                if any(pattern.fullmatch(name) for pattern in ignored):
                     continue
                 if name in self._files:
                     raise CheckpointError(f"tensor {name!r} is in {self._files[name].path} and in {file.path}")
                 self._files[name] = file
 
-    def choose_table(self, family: Family, config: DecoderConfig) -> list[TensorEntry]:
+    def choose_table(self, family: Family, tables: Sequence[tuple[TensorEntry, ...]]) -> list[TensorEntry]:
         """Return the entries of the family's layout that lacks the fewest tensors here, the first of equals."""
-        try:
-            tables = [table(config) for table in (family.tensor_table, *family.other_tables)]
-        except Exception as error:  # a plugin's family may raise anything
-            raise CheckpointError(_family_failed(family, f"{type(error).__name__}: {error}")) from error
-        for table in tables:
-            _check_table(family, config, table)
         layouts = [self._name_entries(family, table) for table in tables]
         return min(layouts, key=lambda entries: sum(entry.file_name not in self._files for entry in entries))
 
@@ -313,16 +317,3 @@ def _file_shape(entry: TensorEntry, num_rows: int, row_shape: Shape) -> Shape:
     if entry.stacked:
         return (entry.stacked, num_rows // entry.stacked, *row_shape)
     return (*row_shape, num_rows) if entry.transposed else (num_rows, *row_shape)
-
-
-def _check_table(family: Family, config: DecoderConfig, table: tuple[TensorEntry, ...]) -> None:
-    """Raise CheckpointError unless a table has every parameter of the config, and the head, exactly once."""
-    named = [param for entry in table for param in entry.params]
-    expected = {*param_shapes(config), _HEAD}
-    for what, names in (
-        ("names twice", {name for name in named if named.count(name) > 1} if len({*named}) < len(named) else ()),
-        ("lacks", expected - {*named}),
-        ("has the unknown parameter", {*named} - expected),
-    ):
-        if names:
-            raise CheckpointError(_family_failed(family, f"its tensor table {what} {min(names)!r}"))

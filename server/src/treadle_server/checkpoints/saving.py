@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ import numpy as np
 from treadle_plugin_api.backend import Array, Weight
 from treadle_plugin_api.family import TensorEntry
 
-from treadle_server.checkpoints.loading import Checkpoint
+from treadle_server.checkpoints.loading import INDEX_NAME, Checkpoint, names_in_index
 from treadle_server.checkpoints.safetensors_io import write_safetensors
 from treadle_server.errors import CheckpointError
 
@@ -36,7 +37,9 @@ def save_checkpoint(
     """Write a folder that loads like `like`, with other values if `params` are given.
 
     Tensors keep the names of `like`'s files and, unless `dtype` names another, their number format; ignored buffers
-    and a head identical to the embedding are left out. The folder is made if need be; files in it are overwritten.
+    and a head identical to the embedding are left out. The folder is made if need be. A model that it holds is
+    replaced, its index and shards included; a save that is killed leaves the old model, the new one, or a folder
+    without config.json, which does not load: never the weights of one with the settings of the other.
     """
     weights = like.params if params is None else params
     missing = like.params.keys() ^ weights.keys()
@@ -44,15 +47,44 @@ def save_checkpoint(
         raise CheckpointError(f"{folder}: cannot save, parameter {min(missing)!r} is missing or unknown")
     tensors = {entry.file_name: to_file_tensor(entry, weights, dtype) for entry in like.table}
     folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / "model.safetensors", tensors)
     hf_config = dict(like.hf_config)
     if dtype is not None:
         hf_config["dtype" if "dtype" in hf_config else "torch_dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(hf_config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    settings = (json.dumps(hf_config, indent=2, ensure_ascii=False) + "\n").encode()
+    written = folder / "model.safetensors.new"
+    write_safetensors(written, tensors)  # whatever can fail, such as a full disk, does so before anything is replaced
+    path = folder / "config.json"
+    if path.is_file() and path.read_bytes() != settings:
+        path.unlink()
+    written.replace(folder / "model.safetensors")
+    _drop_shards(folder)
+    _replace(path, settings)
     for name in SIDE_FILES:
         source = like.folder / name
         if source.is_file() and source.resolve() != (folder / name).resolve():
             shutil.copyfile(source, folder / name)
+
+
+def _drop_shards(folder: Path) -> None:
+    """Remove the index, which the loader prefers to model.safetensors, and then the shards, which nothing reads now."""
+    index = folder / INDEX_NAME
+    if not index.exists():
+        return
+    try:
+        shards = {*names_in_index(index)} - {"model.safetensors"}
+    except CheckpointError:  # it names no files beside it
+        shards = set()
+    index.unlink()
+    for shard in shards:
+        with contextlib.suppress(OSError):  # Windows keeps files that are mapped; it only takes room
+            (folder / shard).unlink(missing_ok=True)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that is there in full or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def to_file_tensor(entry: TensorEntry, weights: Mapping[str, Weight], dtype: str | None = None) -> Array:

@@ -244,7 +244,7 @@ def _bundled_folder(name: str) -> Path | None:
 
 
 def _describe(name: str, folder: Path, *, source: str, licence: str, progress: Progress | None) -> Manifest:
-    paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST_FILE)
     num_bytes = sum(path.stat().st_size for path in paths)
     reporter = Reporter(progress, f"checking {name}", num_bytes)
     dtypes = _count_numbers(folder)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from treadle_server.cli.options import Json
-from treadle_server.cli.output import format_bytes, write, write_json
+from treadle_server.cli.output import format_bytes, write_foreign, write_json
 from treadle_server.cli.progress import progress_bar
 
 
@@ -32,4 +32,5 @@ def pull(
         fields = ("name", "folder", "source", "licence", "num_bytes")
         write_json({field: getattr(model, field) for field in fields} | {"folder": str(model.folder)})
     else:
-        write(f"{model.name}: {format_bytes(model.num_bytes)}, licence {model.licence}, in {model.folder}\n")
+        licence = " ".join(model.licence.split())  # a line of its own could pass for one of ours
+        write_foreign(f"{model.name}: {format_bytes(model.num_bytes)}, licence {licence}, in {model.folder}\n")

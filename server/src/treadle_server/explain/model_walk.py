@@ -24,7 +24,8 @@ from treadle_server.explain.blocks import (
     distribution,
     percent_text,
 )
-from treadle_server.explain.steps import HEAD_STEPS, LAYER_STEPS, WEIGHTS, Step
+from treadle_server.explain.formulas import Rule, embedding_rules, final_rules, layer_rules
+from treadle_server.explain.steps import HEAD_SENTENCES, WEIGHTS_SENTENCE, head_sentence, layer_sentence
 from treadle_server.explain.tokens import token_label
 from treadle_server.language_model import LanguageModel
 from treadle_server.language_model.spec import Prompt
@@ -79,6 +80,7 @@ class ModelWalk:
             )
         self._labels = [token_label(model.tokenizer, i) for i in self._ids]
         self._prefix = f"layers.{view.layer}."
+        self._rules = layer_rules(model.config, view.layer)
 
     def part(self) -> Part:
         """Return the walk."""
@@ -108,27 +110,42 @@ class ModelWalk:
         return Chapter("Tokens", [Text(text), Table(["position", "id", "token"], rows)])
 
     def _embedding(self) -> Chapter:
-        scale = self._model.config.embedding_scale
-        scaled = "" if scale == 1 else f" Here the rows are multiplied by {scale:.4g} as well."
+        config = self._model.config
+        rules = embedding_rules(config)
         sentence = "Each token's id is looked up in a table: one row of learned numbers for every token there is."
-        blocks: list[Block] = [Text(sentence + scaled), self._matrix("X", "embedding")]
+        if config.embedding_scale != 1:
+            sentence += f" Here the rows are multiplied by {config.embedding_scale:.4g} as well."
+        if config.embedding_dim is not None:
+            sentence += (
+                f" A matrix product brings its {config.embedding_dim} numbers to the {config.dim} of the stream."
+            )
+        blocks: list[Block] = [Text(sentence), *self._ruled(rules["embedding"], "embedding")]
         if "embedding_norm" in self._trace:
-            blocks += [Text("Each row is brought to a standard size."), self._matrix("X normed", "embedding_norm")]
+            blocks += [
+                Text("Each row is brought to a standard size."),
+                *self._ruled(rules["embedding_norm"], "embedding_norm"),
+            ]
         if "positions" in self._trace:
             blocks += [
                 Text("A pattern for each position is added, so that the model knows the order of the tokens."),
-                self._matrix("PE", "positions"),
-                Formula("X = X + PE"),
-                self._matrix("X", "embedding_with_positions"),
+                *self._ruled(rules["positions"], "positions"),
+                *self._ruled(rules["embedding_with_positions"], "embedding_with_positions"),
             ]
         elif f"{self._prefix}attention.q_rotated" in self._trace:
             blocks.append(Text("No positions are added here: queries and keys are turned by them, further down."))
-        if self._view.layer:
-            before = "Layer 0 has" if self._view.layer == 1 else f"Layers 0 to {self._view.layer - 1} have"
-            blocks.append(
-                Text(f"{before} run after that, each as the next chapters show it for layer {self._view.layer}.")
-            )
+        blocks.append(Text(self._entrance()))
         return Chapter("Embedding", blocks)
+
+    def _entrance(self) -> str:
+        """Say what the X is that the shown layer begins with."""
+        layer = self._view.layer
+        if layer == 0:
+            return "So the rows are that go into layer 0. There they are called X."
+        before = "Layer 0 has" if layer == 1 else f"Layers 0 to {layer - 1} have"
+        return (
+            f"{before} run after that, each as the next chapters show it for layer {layer}. What comes out goes into "
+            f"layer {layer}, and is called X there."
+        )
 
     # ---- the layer --------------------------------------------------------------------------------------------------
 
@@ -139,25 +156,20 @@ class ModelWalk:
             yield Chapter(f"Layer {self._view.layer}: attention head {head}", list(self._head(head)))
 
     def _head(self, head: int) -> Iterator[Block]:
-        for name, step in HEAD_STEPS.items():
+        for name in HEAD_SENTENCES:
             full_name = f"{self._prefix}attention.{name}"
             if full_name in self._trace:
+                rule = self._rules[f"attention.{name}"]
                 columns = self._labels if name.endswith("scores") else ()
-                yield Text(step.sentence)
-                if step.formula:
-                    yield Formula(self._attention_formula(step.formula))
-                yield Matrix(step.symbol, self._of_head(full_name, head), self._labels, columns)
-        yield Text(WEIGHTS.sentence)
-        yield Formula(WEIGHTS.formula)
+                yield Text(head_sentence(name, self._model.config, self._view.layer))
+                yield from _formula(rule)
+                yield Matrix(rule.symbol, self._of_head(full_name, head), self._labels, columns)
+        shares = self._rules["attention.weights"]
+        yield Text(WEIGHTS_SENTENCE)
+        yield from _formula(shares)
         weights = self._of_head(f"{self._prefix}attention.weights", head)
-        yield Heatmap(f"{WEIGHTS.symbol} of head {head}", weights, self._labels, self._labels)
+        yield Heatmap(f"{shares.symbol} of head {head}", weights, self._labels, self._labels)
         yield Text(self._favourite(weights))
-
-    def _attention_formula(self, formula: str) -> str:
-        attention = self._model.config.attention
-        window = attention.window_of(self._view.layer)
-        mask = "S[i, j] = -∞ for j > i" + (f", and for j ≤ i - {window}, out of this layer's window" if window else "")
-        return formula.replace("{mask}", mask).replace("{scale}", f"{attention.scale_of(self._view.layer):.4g}")
 
     def _of_head(self, name: str, head: int) -> Array:
         """Return one head's matrix; heads may share keys and values, several heads one of them."""
@@ -192,19 +204,11 @@ class ModelWalk:
         """Show the intermediates that belong to no single head."""
         blocks: list[Block] = []
         for name in names:
-            step = LAYER_STEPS.get(name.removeprefix(self._prefix))
-            if step is not None:
-                blocks += [Text(step.sentence), *self._formula(step), self._matrix(step.symbol, name)]
+            short = name.removeprefix(self._prefix)
+            sentence = layer_sentence(short, self._model.config, self._view.layer)
+            if sentence is not None:
+                blocks += [Text(sentence), *self._ruled(self._rules[short], name)]
         return blocks
-
-    def _formula(self, step: Step) -> list[Block]:
-        config = self._model.config
-        bend = config.mlp.activation.replace("_", " ")
-        formula = step.formula.replace(
-            "{activation}", f"{bend}(G) · U, number by number" if config.mlp.gated else f"{bend}(U)"
-        )
-        formula = formula.replace("{scale}", "" if config.residual_scale == 1 else f"{config.residual_scale:.4g} · ")
-        return [Formula(formula)] if formula else []
 
     # ---- after the layers -------------------------------------------------------------------------------------------
 
@@ -213,10 +217,13 @@ class ModelWalk:
         blocks: list[Block] = []
         if remaining:
             blocks.append(Text(f"{remaining} more {'layer does' if remaining == 1 else 'layers do'} the same."))
-        if "final_norm" in self._trace:
-            blocks += [Text("After the last layer each row is normalised once more."), self._matrix("X", "final_norm")]
-        if "embedding_out" in self._trace:
-            blocks += [Text("A matrix product gives rows the width of the table."), self._matrix("X", "embedding_out")]
+        rules = final_rules(self._model.config)
+        for name, sentence in (
+            ("final_norm", "After the last layer each row of its result, X, is brought to a standard size once more."),
+            ("embedding_out", "A matrix product gives rows the width of the table."),
+        ):
+            if name in self._trace:
+                blocks += [Text(sentence), *self._ruled(rules[name], name)]
         vocabulary = range(self._model.vocab_size)
         few = self._model.vocab_size <= len(self._labels) + 8
         columns = [token_label(self._model.tokenizer, i) for i in vocabulary] if few else ()
@@ -225,16 +232,10 @@ class ModelWalk:
                 "A last matrix product gives every token of the vocabulary a score for being the next one: the "
                 "logits. There is a row for each position; it has seen the tokens up to there and none behind."
             ),
-            Formula(self._logits_formula()),
+            *_formula(rules["logits"]),
             Matrix("logits", self._trace["logits"][:, : self._model.vocab_size], self._labels, columns),
         ]
         yield Chapter("Logits", blocks)
-
-    def _logits_formula(self) -> str:
-        config = self._model.config
-        formula = "X · W_head" if config.logit_scale == 1 else f"{config.logit_scale:.4g} · X · W_head"
-        cap = config.logit_softcap
-        return f"logits = {formula}" if cap is None else f"logits = {cap:g} · tanh({formula} / {cap:g})"
 
     def _choice(self) -> Chapter:
         """Follow the sampling chain stage by stage."""
@@ -255,13 +256,10 @@ class ModelWalk:
             ]
         chosen = token_label(self._model.tokenizer, preview.chosen)
         share = percent_text(float(preview.stages[-1].probabilities[preview.chosen]))
-        blocks.append(
-            Text(
-                f"One of these is drawn at random, by its probability. With the seed {preview.seed} the draw gives "
-                f"{chosen} (chance {share}). It is put behind the text, and everything begins again for the token "
-                "after it."
-            )
+        how = _CHOICES.get(preview.stages[-1].stage, "{stage} chooses {token} (chance {share}).").format(
+            stage=preview.stages[-1].stage, seed=preview.seed, token=chosen, share=share
         )
+        blocks.append(Text(f"{how} It is put behind the text, and everything begins again for the token after it."))
         return Chapter("Choosing the next token", blocks)
 
     # ---- loss -------------------------------------------------------------------------------------------------------
@@ -289,8 +287,25 @@ class ModelWalk:
         ]
         return Chapter("Loss", blocks)
 
-    def _matrix(self, symbol: str, name: str) -> Matrix:
-        return Matrix(symbol, self._trace[name], self._labels)
+    def _ruled(self, rule: Rule, name: str) -> list[Block]:
+        """Show how an intermediate is computed, and its numbers."""
+        return [*_formula(rule), Matrix(rule.symbol, self._trace[name], self._labels)]
+
+
+def _formula(rule: Rule) -> list[Block]:
+    return [Formula(rule.formula)] if rule.formula else []
+
+
+# How the last stage chose.
+_CHOICES: Mapping[str, str] = MappingProxyType(
+    {
+        "categorical": (
+            "One of these is drawn at random, by its probability. With the seed {seed} the draw gives {token} (chance "
+            "{share})."
+        ),
+        "greedy": "The most likely one is taken, and nothing is left to chance: {token}.",
+    }
+)
 
 
 _STAGES: Mapping[str, str] = MappingProxyType(
