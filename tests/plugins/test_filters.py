@@ -218,5 +218,5 @@ def test_filters_match_their_definitions(cls: type, seed: int, exponent: float, 
     field = next(iter(cls.model_fields))
     stage = cls() if cls is PLess else cls(**{field: 0.999 * 10**-exponent})
     got, wanted = set(kept(stage, logits)), set(reference(stage, logits))
-    # float32 and float64 may disagree about a token on the very bound, never about more.
-    assert len(got ^ wanted) <= 1 + len(wanted) // 1000, stage
+    # float32 and float64 may disagree about a logit on the very bound, and so about every token that has it.
+    assert len({float(logits[i]) for i in got ^ wanted}) <= 1 + len(wanted) // 1000, stage

@@ -60,7 +60,9 @@ def read_model_config(folder: Path) -> dict[str, object]:
 
 def refuse_quantised(folder: Path, values: Mapping[str, object]) -> None:
     """Raise UnsupportedModelError when config.json says that the weights are quantised."""
-    quantisation = values.get("quantization_config") or values.get("compression_config")
+    # The last one is how MLX writes it.
+    keys = ("quantization_config", "compression_config", "quantization")
+    quantisation = next((values[key] for key in keys if values.get(key)), None)
     if quantisation:
         method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, Mapping) else quantisation
         raise UnsupportedModelError(
