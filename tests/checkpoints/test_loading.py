@@ -189,6 +189,7 @@ def test_a_giant_config_is_not_read(copy_model):
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": "x", "auto_map": {"AutoModel": "m.M"}}, "'x' is not supported and its own code is never run"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"the weights are quantised \(fp8\)"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, r"the weights are quantised"),
         ({"vision_config": {}}, r"a multimodal model \(config.json has 'vision_config'\)"),
         ({"mm_vision_tower": "openai/clip"}, "a multimodal model .*'mm_vision_tower'"),
         ({"mm_projector_type": "mlp"}, "a multimodal model .*'mm_projector_type'"),
