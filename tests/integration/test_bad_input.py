@@ -159,6 +159,13 @@ def test_malformed_messages_are_invalid_arguments(channel: grpc.Channel) -> None
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_long_stop_list_is_refused_at_once(client: Client) -> None:
+    """A list over the limit is refused by its length, not entry by entry."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        client.generate([5, 6], model="tiny", stop=[""] * 100_000)
+    assert [v.message for v in caught.value.violations] == ["must have at most 64 entries, got 100000"]
+
+
 def test_five_megabyte_prompt_is_refused_by_its_tokens(channel: grpc.Channel) -> None:
     """A prompt far over the context is told its token count, not stopped by the transport."""
     stub = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -215,6 +222,12 @@ def test_faulty_plugin_fails_that_request_and_is_named(client: Client, how: str)
         with pytest.raises(ServerInternalError, match="'faulty' of plugin 'faulty'"):
             client.generate([5, 6], model="tiny", stages=[("faulty", {"how": how})])
         assert sum(1 for chunk in beside if chunk.finish) == 1
+
+
+def test_contradiction_in_a_request_is_an_invalid_argument(client: Client) -> None:
+    """Constraints that leave no token are the client's to mend."""
+    with pytest.raises(InvalidArgumentError, match="no token is left"):
+        client.generate([5, 6], model="tiny", allowed_token_ids=[5], suppress_tokens=[5])
 
 
 def test_broken_plugin_is_listed_with_its_reason(client: Client) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from treadle_server import LanguageModel
 from treadle_server.engine.events import FinishReason
-from treadle_server.errors import InvalidRequestError, StageError
+from treadle_server.errors import ConstraintError, InvalidRequestError, StageError
 
 PERSON = {
     "type": "object",
@@ -119,9 +119,10 @@ def test_ignored_ends_add_nothing(model: LanguageModel) -> None:
 
 
 def test_a_grammar_and_min_tokens_that_exclude_each_other(model: LanguageModel) -> None:
-    """A complete text that may not end is an error, not a token of nobody's choice."""
+    """In an order that masks the end before the grammar, a complete text is an error, not a token of nobody's choice."""
+    order = ["min_tokens", "grammar", "temperature", "categorical"]
     with pytest.raises(StageError, match="every token that the grammar allows was masked before"):
-        texts(model, {"choice": ["a"]}, min_tokens=5)
+        texts(model, {"choice": ["a"]}, min_tokens=5, order=order)
 
 
 def test_a_bad_grammar_is_the_clients_mistake(model: LanguageModel) -> None:
@@ -140,3 +141,31 @@ def test_a_real_model_writes_json(smollm2: Path) -> None:
         for seed in range(3):
             assert all(map(is_person, texts(real, {"json_schema": PERSON}, n=2, seed=seed)))
             assert all(re.fullmatch(DATE, text) for text in texts(real, {"regex": DATE}, n=2, seed=seed))
+
+
+def test_thousands_of_choices_and_marks_of_regular_expressions(model: LanguageModel) -> None:
+    """A choice may have more texts than the parser takes rules, and each text stands for itself alone."""
+    many = [f"{i}x" for i in range(3000)]
+    assert model.generate("Once", stages=[("grammar", {"choice": many})], seed=1).text in many
+    for text in ("a.b", "(c)", "[d]", "{e}", "^$", "\\", "x|y", "猫 追", "~#&-/", '\n\t"q"'):
+        assert model.generate("Once", stages=[("grammar", {"choice": [text]})], seed=1).text == text
+
+
+def test_grammar_comes_before_the_masks_that_give_way(model: LanguageModel) -> None:
+    """min_tokens lets a text end where the grammar leaves nothing else."""
+    text = model.generate("Once", stages=[("grammar", {"choice": ["abc", "xyz"]})], min_tokens=10, seed=1).text
+    assert text in ("abc", "xyz")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"allowed_token_ids": [5], "suppress_tokens": [5]}, "no token is left"),
+        ({"stages": [("grammar", {"regex": "a{1000000}"})]}, "too many expressions"),
+        ({"stages": [("grammar", {"lark": 'start: "a" start'})]}, "Too many items"),
+    ],
+)
+def test_request_that_contradicts_itself_is_told_so(model: LanguageModel, request_: dict, message: str) -> None:
+    """What leaves no token to choose is the request's own fault, with the reason of whoever found it."""
+    with pytest.raises(ConstraintError, match=message):
+        model.generate("Once", **request_)

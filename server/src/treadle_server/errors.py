@@ -9,6 +9,7 @@ TreadleError
 ├── ImportSourceError         `treadle pull` cannot fetch or convert its source
 ├── PluginError               a plugin could not be loaded or registered
 ├── StageError                a sampler stage raised or broke its contract during a request
+│   └── ConstraintError       what the request forbids and demands cannot be met together
 ├── QueueFullError            the server holds as many requests as it is allowed to; retry later
 ├── NonFiniteLogitsError      the model produced NaN or +inf; that request fails, the server serves on
 ├── EngineError               the engine itself failed (out of memory, a fault); the server serves on
@@ -92,6 +93,10 @@ class StageError(TreadleError):
         self.plugin = plugin
         self.stage = stage
         super().__init__(f"sampler stage {stage!r} of plugin {plugin!r} {reason}")
+
+
+class ConstraintError(StageError):
+    """Raised when a request's own constraints leave no token to choose: mend the bans, lists or grammar it names."""
 
 
 class QueueFullError(TreadleError):

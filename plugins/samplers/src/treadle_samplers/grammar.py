@@ -32,6 +32,8 @@ _JSON_SPACE = r"( |\n {0,24})?"
 # A megabyte of alternatives takes the parser ten seconds; this much, a tenth of that.
 _LONGEST_TEXT = 1 << 17
 _LONGEST_MESSAGE = 300
+# What means something in a regular expression.
+_REGEX_MARKS = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
 class Grammar(Stage):
@@ -123,7 +125,8 @@ class _GrammarText:
         if token_id in self._eos_ids and self._matcher.is_accepting():
             self._has_ended = True
         elif not self._matcher.consume_token(token_id):
-            raise RuntimeError(f"token {token_id} does not go on as the grammar wants")
+            why = _first_lines(self._matcher.get_error() or "")
+            raise RuntimeError(why or f"token {token_id} does not go on as the grammar wants")
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may come next, [vocab]."""
@@ -226,14 +229,20 @@ def _json_grammar(schema: dict[str, Any] | str) -> str:
     parsed = json.loads(text)  # says where the text is no JSON
     guidance = parsed.get("x-guidance") if isinstance(parsed, dict) else None
     says_space = isinstance(guidance, dict) and any(key.startswith("whitespace") for key in guidance)
+    keeps_defaults = says_space or not isinstance(parsed, dict)  # a schema that is true or false takes no settings
     return llguidance.LLMatcher.grammar_from_json_schema(
-        text, defaults=None if says_space else {"whitespace_pattern": _JSON_SPACE}
+        text, defaults=None if keeps_defaults else {"whitespace_pattern": _JSON_SPACE}
     )
 
 
 def _choice_grammar(texts: Iterable[str]) -> str:
-    # A Lark literal is written as a JSON string is.
-    return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
+    # One regular expression: as rules of a grammar, thousands of texts are more than the parser takes in a row.
+    return llguidance.LLMatcher.grammar_from_regex("|".join(map(_escaped, texts)))
+
+
+def _escaped(text: str) -> str:
+    """A text as a regular expression that matches nothing else: every mark of the syntax behind a backslash."""
+    return "".join(f"\\{char}" if char in _REGEX_MARKS else char for char in text)
 
 
 def _first_lines(message: str) -> str:

@@ -25,7 +25,7 @@ GREEDY_BELOW = 1e-5
 
 _KIND_RANKS: Mapping[Kind, int] = {"mask": 0, "penalty": 1, "transform": 2, "filter": 3, "select": 4}
 # Stages with a place of their own at the front of their kind.
-_FIRST_OF_KIND = ("temperature", "top_k", "top_p", "min_p")
+_FIRST_OF_KIND = ("grammar", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from treadle_plugin_api import SamplingContext, Select, Stage
 from treadle_plugin_api.contract import has_override
 from treadle_plugin_api.sampling import Kind
 
-from treadle_server.errors import StageError
+from treadle_server.errors import ConstraintError, StageError
 from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.registry import StageEntry
 
@@ -76,7 +76,10 @@ class ResolvedStage:
         return None if state is None else self._guarded(self.stage.clone, state)
 
     def error(self, reason: str | BaseException) -> StageError:
-        """The error that names this stage and its plugin."""
+        """The error that names this stage and its plugin; a built-in one raises where a request contradicts itself."""
+        if self.entry.built_in and isinstance(reason, ValueError | RuntimeError):
+            why = reason_of(reason).partition(": ")[2]
+            return ConstraintError(self.plugin, self.name, f"cannot be satisfied: {why}")
         if isinstance(reason, BaseException):
             reason = f"raised {reason_of(reason)}"
         return StageError(self.plugin, self.name, reason)

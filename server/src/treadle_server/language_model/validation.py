@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.request import LogprobsMode
 from treadle_server.engine.speculation import Speculation
 from treadle_server.errors import InvalidRequestError, Violation
@@ -208,7 +209,9 @@ def _speculation(spec: GenerationSpec) -> Iterator[Violation]:
 
 
 def _preset(preset: str) -> Iterator[Violation]:
-    if preset and preset not in PRESETS:
+    if not isinstance(preset, str):
+        yield violation("preset", "text", value=preset)
+    elif preset and preset not in PRESETS:
         yield violation("preset", "preset", value=preset, known=", ".join(PRESETS))
 
 
@@ -247,6 +250,10 @@ def _stages(spec: GenerationSpec | PreviewSpec) -> Iterator[Violation]:
             yield violation(name, "list", value=entries)
         elif len(entries) > MAX_STAGES:
             yield violation(name, "too_many", limit=MAX_STAGES, value=len(entries))
+        else:
+            kind = str if name == "order" else StageSpec
+            wrong = [(i, entry) for i, entry in enumerate(entries) if not isinstance(entry, kind)]
+            yield from (violation(f"{name}[{i}]", "text", value=entry) for i, entry in wrong)
 
 
 def _stop_token_ids(ids: Sequence[int], limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
@@ -264,6 +271,7 @@ def _stop(stop: Sequence[str], limits: RequestLimits) -> Iterator[Violation]:
         return
     if len(stop) > limits.max_stop_sequences:
         yield violation("stop", "too_many", limit=limits.max_stop_sequences, value=len(stop))
+        return
     for index, text in enumerate(stop):
         field = f"stop[{index}]"
         if text == "":

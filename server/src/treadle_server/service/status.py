@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from treadle_server.errors import (
     ChatTemplateError,
     CheckpointError,
+    ConstraintError,
     EngineError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -39,6 +40,7 @@ _STATUSES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
     QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     UnavailableError: (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     NotSupportedError: (grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED"),
+    ConstraintError: (grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINTS_CONTRADICT"),
     StageError: (grpc.StatusCode.INTERNAL, "SAMPLER_STAGE_FAILED"),
     NonFiniteLogitsError: (grpc.StatusCode.INTERNAL, "NON_FINITE_LOGITS"),
     EngineError: (grpc.StatusCode.INTERNAL, "ENGINE_FAILED"),
