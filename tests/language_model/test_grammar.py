@@ -119,7 +119,7 @@ def test_ignored_ends_add_nothing(model: LanguageModel) -> None:
 
 
 def test_a_grammar_and_min_tokens_that_exclude_each_other(model: LanguageModel) -> None:
-    """In an order that masks the end before the grammar, a complete text is an error, not a token of nobody's choice."""
+    """Where the end is masked before the grammar, a complete text is an error, not a token of nobody's choice."""
     order = ["min_tokens", "grammar", "temperature", "categorical"]
     with pytest.raises(StageError, match="every token that the grammar allows was masked before"):
         texts(model, {"choice": ["a"]}, min_tokens=5, order=order)
