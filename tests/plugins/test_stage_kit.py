@@ -8,6 +8,8 @@ import pytest
 from treadle_plugin_api import Field, Knob, PrivateAttr, SamplingContext, Select, Stage
 from treadle_plugin_api.contract import class_problems
 from treadle_plugin_api.testing import check_stage
+from treadle_samplers.allowed_token_ids import AllowedTokenIds
+from treadle_samplers.suppress_tokens import SuppressTokens
 
 
 class Shift(Stage):
@@ -176,6 +178,30 @@ def spoiling_batch(cls, stages, logits, contexts, states):
             ),
             "an original changes when its clone",
         ),
+        (
+            broken(
+                lambda self, logits, context, state=None: logits + np.float32(len(state)),
+                start=lambda self, context: [],
+                accept=lambda self, state, token_id: state.append(token_id),
+                clone=lambda self, state: [],
+            ),
+            "a clone gives another result",
+        ),
+        (
+            broken(
+                lambda self, logits, context, state=None: logits,
+                apply_batch=classmethod(lambda cls, stages, logits, contexts, states: list(logits)),
+            ),
+            "must return an array of float32, but returns a list",
+        ),
+        (
+            broken(
+                lambda self, logits, context, state=None: logits,
+                apply_batch=classmethod(lambda cls, stages, logits, contexts, states: logits.astype(np.float64)),
+            ),
+            "must return an array of float32, but returns an array of float64",
+        ),
+        (broken(lambda self, logits, context, state=None: {}[len(logits)]), "raised KeyError"),
         (broken(sleeping), "on a row of 152000 tokens: takes .* over 0.05 s"),
         (
             broken(
@@ -191,6 +217,15 @@ def test_bad_stages_are_named(cls: type, reason: str):
     """Each broken rule is found, and the message says which."""
     with pytest.raises((AssertionError, ValueError), match=reason):
         check_stage(cls)
+
+
+@pytest.mark.parametrize(
+    "stage", [(SuppressTokens, {"suppress_tokens": [5]}), (AllowedTokenIds, {"allowed_token_ids": [0]})]
+)
+def test_ban_that_leaves_nothing_may_raise(stage: tuple[type[Stage], dict[str, Any]]):
+    """A mask may refuse a row on which it would leave no token."""
+    cls, parameters = stage
+    check_stage(cls, **parameters)
 
 
 class Wanting(Stage):
