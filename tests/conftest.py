@@ -12,6 +12,8 @@ import pytest
 # One thread: two of OpenBLAS's wait for each other whenever the machine has anything else to do, in slices of the
 # scheduler. Child processes inherit it. Set before NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Child processes buffer their output as a user's do: what cannot be written then fails as late as it does for a user.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
 
-from treadle_server.cli.streams import discard_stdout, without_controls
+from treadle_server.cli.streams import discard, without_controls
 from treadle_server.errors import TreadleError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def reported_failures() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise SystemExit(INTERRUPTED) from error
     except OSError as error:  # a disk that is full, a file that may not be read
-        discard_stdout()
+        discard(sys.stdout)
         show_errors([_described(error)])
         raise SystemExit(FAILED) from error
 
@@ -58,7 +59,7 @@ def writing_stdout() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        discard_stdout()
+        discard(sys.stdout)
         gone = isinstance(error, BrokenPipeError)
         raise CommandFailedError([] if gone else [f"cannot write to stdout: {_described(error)}"]) from error
 
@@ -108,6 +109,9 @@ def violation_lines(error: Exception) -> list[str]:
 
 def show_errors(lines: Sequence[str]) -> None:
     """Write each line to stderr as an error, red on a terminal."""
-    with suppress(OSError):  # there is nobody left to tell
+    try:
         for line in lines:
             typer.secho(f"error: {without_controls(line)}", fg=typer.colors.RED, err=True)
+        sys.stderr.flush()
+    except OSError:  # there is nobody left to tell
+        discard(sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from types import MappingProxyType
+from typing import TextIO
 
 _CONTROLS = MappingProxyType(
     {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}  # C0, DEL and C1
@@ -34,10 +35,10 @@ def _open_closed(name: str, number: int, flags: int) -> None:
     setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - open to the end
 
 
-def discard_stdout() -> None:
-    """Send what stdout still holds nowhere: it could not be written, and must not fail again when Python exits."""
+def discard(stream: TextIO) -> None:
+    """Send what a stream still holds nowhere: it could not be written, and must not fail again when Python exits."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)
 
 
