@@ -8,7 +8,7 @@ from typing import cast
 
 from treadle_server.errors import InvalidRequestError
 from treadle_server.language_model.spec import Message, Prompt
-from treadle_server.language_model.validation import is_unicode, refuse, token_id_violations
+from treadle_server.language_model.validation import is_list, is_unicode, refuse, token_id_violations
 from treadle_server.tokenizer import ChatTemplate, Token, Tokenizer
 
 
@@ -54,12 +54,12 @@ class PromptEncoder:
         if isinstance(prompt, str):
             self._check_text("text", prompt, max_tokens)
             return self.tokenizer.encode_with_offsets(prompt, add_special_tokens)
-        if not _is_list(prompt) or not all(isinstance(entry, Mapping) for entry in prompt):
+        if not is_list(prompt) or not all(isinstance(entry, Mapping) for entry in prompt):
             raise refuse("prompt", "text_or_messages", value=prompt)
         return self.tokenizer.encode_with_offsets(self._template(prompt, max_tokens).render(prompt), False)
 
     def _encode_list(self, prompt: Sequence[int] | Sequence[Message], max_tokens: int) -> list[int]:
-        if not _is_list(prompt):
+        if not is_list(prompt):
             raise refuse("prompt", "prompt_type", value=prompt)
         self._check_count(len(prompt), max_tokens)
         kinds = [isinstance(entry, Mapping) for entry in prompt]
@@ -98,7 +98,3 @@ class PromptEncoder:
     def _check_count(self, count: int, max_tokens: int) -> None:
         if count > max_tokens:
             raise refuse("prompt", "context", value=count, room=max_tokens, limit=self.context_length)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)

@@ -174,7 +174,7 @@ def _violations(spec: GenerationSpec, limits: RequestLimits, vocab_size: int) ->
 
 def check_lists(**values: object) -> None:
     """Refuse arguments that are no lists."""
-    violations = [violation(name, "list", value=value) for name, value in values.items() if not _is_list(value)]
+    violations = [violation(name, "list", value=value) for name, value in values.items() if not is_list(value)]
     if violations:
         raise InvalidRequestError(violations)
 
@@ -240,13 +240,14 @@ def _top_logprobs(spec: GenerationSpec, limits: RequestLimits) -> Iterator[Viola
         yield violation("num_top_logprobs", "top_needs_logprobs", value=spec.num_top_logprobs)
 
 
-def _is_list(value: object) -> bool:
+def is_list(value: object) -> bool:
+    """Tell whether a value is a list or another sequence, and no text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _stages(spec: GenerationSpec | PreviewSpec) -> Iterator[Violation]:
     for name, entries in (("stages", spec.stages), ("order", spec.order)):
-        if not _is_list(entries):
+        if not is_list(entries):
             yield violation(name, "list", value=entries)
         elif len(entries) > MAX_STAGES:
             yield violation(name, "too_many", limit=MAX_STAGES, value=len(entries))
@@ -257,7 +258,7 @@ def _stages(spec: GenerationSpec | PreviewSpec) -> Iterator[Violation]:
 
 
 def _stop_token_ids(ids: Sequence[int], limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
-    if not _is_list(ids):
+    if not is_list(ids):
         yield violation("stop_token_ids", "list", value=ids)
     elif len(ids) > limits.max_stop_sequences:
         yield violation("stop_token_ids", "too_many", limit=limits.max_stop_sequences, value=len(ids))
@@ -266,7 +267,7 @@ def _stop_token_ids(ids: Sequence[int], limits: RequestLimits, vocab_size: int) 
 
 
 def _stop(stop: Sequence[str], limits: RequestLimits) -> Iterator[Violation]:
-    if not _is_list(stop):
+    if not is_list(stop):
         yield violation("stop", "list", value=stop)
         return
     if len(stop) > limits.max_stop_sequences:
