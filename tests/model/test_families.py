@@ -137,6 +137,7 @@ def test_values_out_of_range_are_refused_by_name(settings, message):
     [
         ({"activation_function": "xielu"}, "activation_function 'xielu'"),
         ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
         ({"n_head": 5}, r"n_embd must be a multiple of the number of heads \(5\), but is 16"),
     ],
 )

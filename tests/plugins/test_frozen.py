@@ -58,9 +58,7 @@ def test_it_writes_the_same_tokens(manager: PluginManager):
 
 def test_its_observers_are_called(manager: PluginManager):
     """Both hooks get what version 1 says of requests."""
-    info = RequestInfo(
-        request_id="r", model="m", chain=("greedy",), num_prompt_tokens=3, num_choices=1, max_tokens=5
-    )
+    info = RequestInfo(request_id="r", model="m", chain=("greedy",), num_prompt_tokens=3, num_choices=1, max_tokens=5)
     result = RequestResult(
         request_id="r", model="m", reasons=("eos",), error="", num_prompt_tokens=3, num_generated_tokens=4,
         queue_s=0.0, prefill_s=0.0, decode_s=0.0,

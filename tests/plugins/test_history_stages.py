@@ -129,6 +129,12 @@ def test_dry_by_hand(stage: Dry, expected: dict[int, float]):
     assert penalised(stage, [1, 2], [3, 4, 1, 2, 3]) == pytest.approx(expected)
 
 
+def test_dry_finds_a_breaker_across_tokens_without_bytes():
+    """Tokens that spell nothing do not hide the part of a breaker before them."""
+    stage = Dry(dry_allowed_length=1, dry_sequence_breakers=("bc",))
+    assert penalised(stage, [2, 0, 0, 0, 3, 4, 2, 0, 0, 0, 3]) == {}
+
+
 def test_dry_takes_the_longest_match():
     """Of two places with one follower the longer match counts; another follower has its own."""
     stage = Dry(dry_allowed_length=1, dry_sequence_breakers=())

@@ -18,6 +18,7 @@ CASES = [
     *((samplers.TailFree, {"tfs": value}) for value in (1e-9, 0.4, 0.95, 1)),
     *((samplers.Xtc, {"xtc_probability": p, "xtc_threshold": t}) for p in (1e-9, 0.5, 1) for t in (0, 0.1, 0.5)),
     *((samplers.Temperature, {"temperature": t, "dynatemp_range": r}) for t in (0, 0.5, 2) for r in (0.5, 1e300)),
+    (samplers.Temperature, {"temperature": 1e308, "dynatemp_range": 1e308}),
     *((samplers.Temperature, {"dynatemp_range": 1, "dynatemp_exponent": value}) for value in (0, 0.3, 100)),
     (samplers.Penalties, {}),
     *((samplers.Penalties, {"repetition_penalty": value}) for value in (1e-300, 0.7, 1.3, 1e300)),

@@ -123,6 +123,23 @@ def sleeping(self, logits, context, state=None):
     return logits
 
 
+def drawing(self, state, token_id):
+    """Advances by chance."""
+    state.append(np.random.default_rng().random())
+
+
+def least_likely_of_prompt(self, logits, context, state=None):
+    """Moves tokens of the prompt to the end."""
+    out = logits.copy()
+    out[context.prompt_ids[context.prompt_ids < len(logits)]] -= np.float32(10)
+    return out
+
+
+def scaled_by_first(cls, stages, logits, contexts, states):
+    """Gives every row the first one's parameters."""
+    return logits + np.float32(stages[0].amount)
+
+
 def only_most_likely_of_batch(cls, stages, logits, contexts, states):
     """Compares rows with each other."""
     return np.where(logits == logits.max(), logits, -np.inf)
@@ -201,6 +218,19 @@ def spoiling_batch(cls, stages, logits, contexts, states):
             ),
             "must return an array of float32, but returns an array of float64",
         ),
+        (
+            broken(
+                lambda self, logits, context, state=None: logits + np.float32(sum(state)),
+                start=lambda self, context: [],
+                accept=drawing,
+                clone=lambda self, state: list(state),
+            ),
+            "accept may not draw",
+        ),
+        (
+            broken(least_likely_of_prompt, argmax_invariant=True),
+            "prompt's tokens ahead: the largest token is another one",
+        ),
         (broken(lambda self, logits, context, state=None: {}[len(logits)]), "raised KeyError"),
         (broken(sleeping), "on a row of 152000 tokens: takes .* over 0.05 s"),
         (
@@ -217,6 +247,13 @@ def test_bad_stages_are_named(cls: type, reason: str):
     """Each broken rule is found, and the message says which."""
     with pytest.raises((AssertionError, ValueError), match=reason):
         check_stage(cls)
+
+
+def test_rows_have_their_own_parameters():
+    """A batch that treats all rows as its first one is found where parameters differ from the defaults."""
+    mixing = type("Mixing", (Shift,), {"__doc__": "Mixes.", "apply_batch": classmethod(scaled_by_first)})
+    with pytest.raises(AssertionError, match="than alone"):
+        check_stage(mixing, amount=2.0)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ NEUTRAL_SETTINGS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "num_local_experts": (0, 1),
         "parallel_attn": (False,),
         "partial_rotary_factor": (1, 1.0),
+        "pruned_heads": ({},),
         "qk_layernorm": (False,),
         "qk_norm": (False,),
         "query_pre_attn_scalar": (),

@@ -37,7 +37,8 @@ MAX_STAGE_S = 0.05
 def check_stage(cls: type[Stage | Select], /, **parameters: Any) -> None:
     """Check a stage class with the given parameters; raises AssertionError that says what rule is broken, on which row.
 
-    Checked: the class and its schema; alone == in a batch == in a shuffled batch; a vocabulary of one token; more
+    Checked: the class and its schema; alone == in a batch == in a shuffled batch, beside rows of the default parameters
+    too; a vocabulary of one token; more
     tokens wanted than there are; all logits equal; all but one masked; huge logits; read-only input; same seed, same
     result; applying twice == applying once; clones that advance apart; a batch that raises half way leaves no trace;
     the largest token stays largest if `argmax_invariant` says so; a call on a row of 152,000 takes under MAX_STAGE_S.
@@ -133,6 +134,7 @@ def _rows() -> Iterator[tuple[str, Logits]]:
     yield "ordinary logits", ordinary
     yield "a vocabulary of one token", np.array([1.5], dtype=np.float32)
     yield "a vocabulary of two tokens", np.array([1.5, -0.5], dtype=np.float32)
+    yield "the prompt's tokens ahead", np.where(np.arange(_VOCAB_SIZE) < 4, 20 + ordinary, ordinary)
     yield "equal logits", np.zeros(_VOCAB_SIZE, dtype=np.float32)
     yield "pairs of equal logits", np.repeat(ordinary, 2)
     yield "half of the tokens masked", np.where(rng.random(_VOCAB_SIZE) < 0.5, ordinary, -np.inf).astype(np.float32)
@@ -222,6 +224,11 @@ def _check_clone(stage: Stage | Select) -> None:
     before = _copied(_apply(stage, logits, context, cloned))
     if not _same(before, _apply(stage, logits, context, state)):
         raise case.fail("a clone gives another result than its original")
+    again = sample_context(len(logits))
+    state_again = _start(stage, again)
+    stage.accept(state_again, 5)
+    if not _same(before, _apply(stage, logits, again, state_again)):
+        raise case.fail("the same accepted token gives another result: accept may not draw")
     for token_id in (9, 5, 9, 5):
         stage.accept(state, token_id)
     if not _same(before, _apply(stage, logits, context, cloned)):
@@ -266,15 +273,16 @@ class _Batch:
     states: Sequence[Any]
 
     @classmethod
-    def of(cls, stage: Stage | Select) -> _Batch:
+    def of(cls, stage: Stage | Select, other: Stage | Select) -> _Batch:
         rng = np.random.default_rng(1)
         logits = (3 * rng.standard_normal((_NUM_ROWS, _VOCAB_SIZE))).astype(np.float32)
         contexts = [sample_context(_VOCAB_SIZE, seed=i, num_outputs=1 + i) for i in range(_NUM_ROWS)]
-        states = [_start(stage, context) for context in contexts]
+        stages = [other if row % 3 == 1 else stage for row in range(_NUM_ROWS)]
+        states = [_start(one, context) for one, context in zip(stages, contexts, strict=True)]
         for row, state in enumerate(states):
             for token_id in range(row):
-                stage.accept(state, token_id)
-        return cls([stage] * _NUM_ROWS, logits, contexts, states)
+                stages[row].accept(state, token_id)
+        return cls(stages, logits, contexts, states)
 
     def alone(self) -> list[Any]:
         rows = zip(self.stages, self.logits, self.contexts, self.states, strict=True)
@@ -291,10 +299,11 @@ class _Batch:
 
 
 def _check_batch(stage: Stage | Select) -> None:
-    """A row's result must not depend on the rows beside it, nor on a batch that failed before."""
+    """A row's result must not depend on the rows beside it, their parameters, nor on a batch that failed before."""
     if not _fits(stage, _VOCAB_SIZE):
         return
-    batch = _Batch.of(stage)
+    default = type(stage)()
+    batch = _Batch.of(stage, default if _fits(default, _VOCAB_SIZE) else stage)
     case = _Case(stage, f"a batch of {_NUM_ROWS} rows", batch.logits)
     alone = batch.alone()
     for order in (range(_NUM_ROWS), (5, 2, 7, 0, 3, 6, 1, 4), (3, 1)):

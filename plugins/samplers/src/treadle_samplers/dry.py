@@ -100,10 +100,20 @@ class Dry(Stage):
         listed = np.flatnonzero(np.isin(ids[-longest:], self.dry_sequence_breaker_ids))
         after = longest - 1 - int(listed[-1]) if len(listed) else longest
         texts = self._texts()
-        # A text can begin before the passage.
-        window = ids[-(after + max(map(len, texts), default=0)) :].tolist() if after else []
-        pieces = [context.token_bytes(token_id) for token_id in window]
+        pieces = _pieces(ids, after, max(map(len, texts), default=0), context) if after else []
         joined = b"".join(pieces)
         end = max((place + len(text) for text in texts if (place := joined.rfind(text)) >= 0), default=0)
         ends = np.cumsum([0, *map(len, pieces)])
         return min(after, len(pieces) - int(np.searchsorted(ends[:-1], end)))
+
+
+def _pieces(ids: Ids, count: int, num_bytes: int, context: SamplingContext) -> list[bytes]:
+    """The bytes of the last `count` tokens, and before them of as many as hold `num_bytes`: a text can begin there."""
+    pieces = [context.token_bytes(token_id) for token_id in ids[-count:].tolist()]
+    before: list[bytes] = []
+    for token_id in ids[-count - 1 :: -1].tolist() if len(ids) > count else ():
+        if num_bytes <= 0:
+            break
+        before.append(context.token_bytes(token_id))
+        num_bytes -= len(before[-1])
+    return before[::-1] + pieces

@@ -171,9 +171,7 @@ class _Vocabulary:
         self.tokens = [*map(model_info.token_bytes, range(model_info.vocab_size)), b""]
         self.special_token_ids = [*sorted(special), self.eos_token_id]
         self._encode = model_info.encode
-        self._ids = {
-            text: token_id for token_id, text in enumerate(self.tokens) if text and token_id not in special
-        }
+        self._ids = {text: token_id for token_id, text in enumerate(self.tokens) if text and token_id not in special}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:

@@ -12,6 +12,8 @@ from treadle_samplers.weights import moments
 
 # Below this a division overflows float32 for ordinary logits, while the draw has long been the argmax.
 GREEDY_BELOW = 1e-5
+# Past float32's range a divisor would become inf, and 0 * inf is no number.
+_LARGEST = 1e38
 
 
 class Temperature(Stage):
@@ -51,8 +53,7 @@ class Temperature(Stage):
             return keep(logits, np.array([logits.argmax()]), out)
         with np.errstate(over="ignore"):
             np.subtract(logits, logits.max(), out=out)
-            # Past float32's range the divisor would become inf, and 0 * inf is no number.
-            np.divide(out, np.float32(min(temperature, 1e38)), out=out)
+            np.divide(out, np.float32(min(temperature, _LARGEST)), out=out)
         return out
 
     def _dynamic(self, logits: Logits) -> float:
@@ -60,7 +61,7 @@ class Temperature(Stage):
         num_tokens = np.count_nonzero(logits > -np.inf)
         if num_tokens < 2 or self.temperature < GREEDY_BELOW:
             return self.temperature
-        lowest = max(self.temperature - self.dynatemp_range, 0.0)
-        highest = self.temperature + self.dynatemp_range
+        lowest = min(max(self.temperature - self.dynatemp_range, 0.0), _LARGEST)
+        highest = min(self.temperature + self.dynatemp_range, _LARGEST)
         share = min(moments(logits).entropy / math.log(num_tokens), 1.0)
         return lowest + (highest - lowest) * float(share**self.dynatemp_exponent)
