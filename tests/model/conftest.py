@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from treadle_plugin_api.backend import Adapter, LowRank
 from treadle_plugin_api.decoder_config import (
     AttentionConfig,
     DecoderConfig,
@@ -17,6 +18,7 @@ from treadle_plugin_api.decoder_config import (
     RotaryConfig,
 )
 from treadle_server.checkpoints.loading import load_checkpoint
+from treadle_server.model.adapters import adaptable
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.params import Params, random_arrays
 
@@ -46,6 +48,49 @@ def load_decoder(golden: Path) -> LoadDecoder:
 def parity(golden: Path) -> Callable[[str], dict[str, np.ndarray]]:
     """Reads a reference model's expected outputs by name."""
     return lambda name: dict(np.load(golden / "parity" / f"{name}.npz"))
+
+
+@pytest.fixture(scope="session")
+def make_adapter() -> Callable[..., Adapter]:
+    """Draws an adapter of every matrix that can have one, or of those whose names contain a text."""
+
+    def make(config: DecoderConfig, dtype: str = "float64", seed: int = 0, rank: int = 3, only: str = "") -> Adapter:
+        rng = np.random.default_rng(seed)
+
+        def draw(*shape: int) -> np.ndarray:
+            return (0.3 * rng.standard_normal(shape)).astype(dtype)
+
+        shapes = {name: shape for name, shape in adaptable(config).items() if only in name}
+        deltas = {name: LowRank(draw(rank, n), draw(m, rank), 0.5 + seed) for name, (m, n) in shapes.items()}
+        return Adapter(f"adapter {seed}", deltas)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def read_arrays(golden: Path) -> Callable[[str], tuple[DecoderConfig, dict[str, np.ndarray]]]:
+    """Reads a reference model's config and parameters, in float64, by name."""
+
+    def read(name: str) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+        with load_checkpoint(golden / "models" / name) as checkpoint:
+            arrays = {name: np.empty(weight.shape, np.float64) for name, weight in checkpoint.params.items()}
+            for name, array in arrays.items():
+                checkpoint.params[name].read_into(array)
+            return checkpoint.config, arrays
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def merge() -> Callable[[Mapping[str, np.ndarray], Adapter | None], Params]:
+    """Adds an adapter's changes to a model's parameters."""
+
+    def merged(arrays: Mapping[str, np.ndarray], adapter: Adapter | None) -> Params:
+        deltas = {} if adapter is None else adapter.deltas
+        changed = {name: arrays[name] + one.scale * one.b @ one.a for name, one in deltas.items()}
+        return Params.from_arrays({**arrays, **changed})
+
+    return merged
 
 
 @pytest.fixture(scope="session")

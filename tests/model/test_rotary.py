@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_plugin_api.decoder_config import RotaryConfig
-from treadle_server.model.rotary import Rotary, rotary_forward, rotary_frequencies, rotary_table
+from treadle_plugin_api.decoder_config import PositionsConfig, RotaryConfig
+from treadle_server.model.rotary import Rotary, angle_key, rotary_forward, rotary_frequencies, rotary_table
 
 
 def rotate(x: np.ndarray, positions: list[int], frequencies: np.ndarray) -> np.ndarray:
@@ -102,6 +102,17 @@ def test_longrope_changes_factors_past_the_context():
     )
     rows = rotary_frequencies(rotary, 4, np.array([10, 11]))
     np.testing.assert_allclose(rows, [[1, 0.1 / 2], [1 / 4, 0.1 / 5]])
+
+
+@given(st.sampled_from(["default", "dynamic", "longrope"]), st.integers(1, 40), st.integers(1, 40))
+def test_lengths_of_one_angle_key_have_the_same_angles(kind: str, one: int, other: int):
+    """Equal keys, equal frequencies; and different ones, different frequencies."""
+    rotary = RotaryConfig(
+        kind=kind, factor=3.0, original_context_length=10, short_factors=(1.0, 2.0), long_factors=(4.0, 5.0)
+    )
+    positions = PositionsConfig(kind="rotary", rotary=rotary)
+    same = np.array_equal(*(rotary_frequencies(rotary, 4, np.array([length])) for length in (one, other)))
+    assert same == (angle_key(positions, one) == angle_key(positions, other))
 
 
 def test_the_attention_factor_scales_the_turn():

@@ -205,7 +205,7 @@ def _decoder_grads(decoder: TrainableDecoder, batch: Batch, dlogits: Array) -> d
     of_head = {name: np.zeros_like(decoder.parameters[name]) for name in decoder.head_parameters()}
     grads = decoder.backward(saved, decoder.head_backward(hidden, dlogits.copy(), of_head))
     for name, grad in of_head.items():
-        grads[name] += grad
+        grads[name] = grads[name] + grad if name in grads else grad
     return grads
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -76,6 +76,34 @@ class ArrayWeight(Weight):
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """A change of a matrix `[out, in]` as the product of two thin ones (Hu et al. 2021): scale * b @ a.
+
+    Attributes:
+        a: `[rank, in]`.
+        b: `[out, rank]`.
+        scale: what their product is multiplied by.
+    """
+
+    a: Array
+    b: Array
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Adapter:
+    """Changes of a model's matrices that belong together; compared by identity.
+
+    Attributes:
+        name: the name that requests use.
+        deltas: by canonical parameter name, such as `layers.0.attention.q.weight`; arrays in the decoder's dtype.
+    """
+
+    name: str
+    deltas: Mapping[str, LowRank]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A flat ragged batch: several sequences, each with any number of new tokens (prefill chunks and decode mixed).
 
@@ -86,12 +114,14 @@ class Batch:
         prompt_lengths: `[sequences] int64`, tokens of each sequence that were there from the start, in this batch or
             in others: where angles depend on the length, all of them take those of the whole prompt, and each later
             token those of the length it reached. None: whatever a sequence has after this batch is its prompt.
+        adapters: the adapter of each sequence, or None for the bare model; None: nobody has one.
     """
 
     token_ids: NDArray[np.int64]
     starts: NDArray[np.int64]
     prefix_lengths: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64] | None = None
+    adapters: tuple[Adapter | None, ...] | None = None
 
     @classmethod
     def of(
@@ -99,6 +129,7 @@ class Batch:
         sequences: Sequence[Sequence[int] | NDArray[np.int64]],
         prefix_lengths: Sequence[int] = (),
         prompt_lengths: Sequence[int] | None = None,
+        adapters: Sequence[Adapter | None] | None = None,
     ) -> Batch:
         """Make a batch from each sequence's new ids; without prefix lengths all sequences start at position 0."""
         lengths = [len(ids) for ids in sequences]
@@ -106,7 +137,11 @@ class Batch:
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         prefixes = np.asarray(prefix_lengths or [0] * len(sequences), np.int64)
         return cls(
-            token_ids, starts, prefixes, None if prompt_lengths is None else np.asarray(prompt_lengths, np.int64)
+            token_ids,
+            starts,
+            prefixes,
+            None if prompt_lengths is None else np.asarray(prompt_lengths, np.int64),
+            None if adapters is None or not any(adapters) else tuple(adapters),
         )
 
     @property
@@ -159,7 +194,8 @@ class ComputeBackend(Protocol[PreparedT]):
     ) -> Array:
         """Run the layers and return `hidden [tokens, dim]`, after the final norm.
 
-        caches[i] belongs to sequence i, holds prefix_lengths[i] tokens and has room for its new ones.
+        caches[i] belongs to sequence i, holds prefix_lengths[i] tokens and has room for its new ones. Rows of a
+        sequence with an adapter take the adapter's changes; the caller has checked that they fit.
         """
 
     def head(self, prepared: PreparedT, hidden: Array, observe: Observer | None = None) -> Array:
@@ -169,16 +205,28 @@ class ComputeBackend(Protocol[PreparedT]):
 class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
     """A compute backend that can also train."""
 
-    def forward_saving(self, prepared: PreparedT, batch: Batch, saved: dict[str, Array]) -> Array:
-        """Like `forward` on whole sequences; keeps in `saved` what `backward` needs."""
+    def forward_saving(
+        self, prepared: PreparedT, batch: Batch, saved: dict[str, Array], recompute: bool = False
+    ) -> Array:
+        """Like `forward` on whole sequences; keeps in `saved` what `backward` needs.
 
-    def backward(self, prepared: PreparedT, saved: Mapping[str, Array], dhidden: Array) -> dict[str, Array]:
-        """Return the gradient of every canonical parameter given `dhidden [tokens, dim]`, as if hidden were all."""
+        With recompute that is as little as can be, and `backward` works out the rest again.
+        """
+
+    def backward(
+        self, prepared: PreparedT, saved: dict[str, Array], dhidden: Array, wanted: Collection[str] | None = None
+    ) -> dict[str, Array]:
+        """Return the wanted gradients given `dhidden [tokens, dim]`, as if hidden were all, and leave `saved` empty.
+
+        `wanted` names canonical parameters, and the matrices of the batch's one adapter, `.lora_A` and `.lora_B` where
+        the parameter has `.weight`; None stands for all. What lies behind hidden alone is left out.
+        """
 
     def head_backward(self, prepared: PreparedT, hidden: Array, dlogits: Array, grads: dict[str, Array]) -> Array:
         """Return `dhidden [rows, dim]` given `dlogits [rows, vocab]`, and add the head's gradients to grads in place.
 
-        grads has an array for each parameter behind hidden; of a tied head that is the embedding.
+        grads has an array for each parameter behind hidden whose gradient is wanted; of a tied head that is the
+        embedding.
         """
 
     def parameters(self, prepared: PreparedT) -> dict[str, Array]:

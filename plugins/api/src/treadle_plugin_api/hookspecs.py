@@ -1,4 +1,4 @@
-"""The hooks a plugin may implement: two that register, called once at start, and two that observe requests.
+"""The hooks a plugin may implement: five that register, called once at start, and two that observe requests.
 
 None is called per token.
 """
@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from treadle_plugin_api.backend_factory import BackendFactory
     from treadle_plugin_api.family import Family
+    from treadle_plugin_api.loss import Loss
     from treadle_plugin_api.observers import RequestInfo, RequestResult
+    from treadle_plugin_api.optimizer import Optimizer
     from treadle_plugin_api.sampling import Select, Stage
 
 PROJECT = "treadle"
@@ -35,6 +38,30 @@ def treadle_register_families(register: Callable[[Family], None]) -> None:
 
     Folders whose config.json has the family's `model_type` load from then on. A name that another family has makes the
     plugin `failed`: numbers must not depend on what else is installed.
+    """
+
+
+@hookspec
+def treadle_register_losses(register: Callable[[Loss], None]) -> None:
+    """Call `register(loss)` once for each loss of the plugin.
+
+    Trainers take it by its name from then on. A name that another loss has makes the plugin `failed`.
+    """
+
+
+@hookspec
+def treadle_register_optimizers(register: Callable[[Optimizer], None]) -> None:
+    """Call `register(optimizer)` once for each optimizer of the plugin.
+
+    Trainers take it by its name from then on. A name that another optimizer has makes the plugin `failed`.
+    """
+
+
+@hookspec
+def treadle_register_backends(register: Callable[[BackendFactory], None]) -> None:
+    """Call `register(factory)` once for each compute backend of the plugin.
+
+    Models are loaded with it by its name from then on. A name that another backend has makes the plugin `failed`.
     """
 
 

@@ -5,7 +5,8 @@
     def test_conforms():
         check_stage(Sharpen, strength=3.0)
 
-A stage that passes behaves the same alone, in any batch, and on every row a model can produce.
+A stage that passes behaves the same alone, in any batch, and on every row a model can produce. For losses and
+optimizers there are `check_loss` and `check_optimizer`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from treadle_plugin_api.contract import choice_problem, class_problems, output_p
 from treadle_plugin_api.logits import Logits
 from treadle_plugin_api.random import stage_key
 from treadle_plugin_api.sampling import Select, Stage
+from treadle_plugin_api.testing_training import check_loss, check_optimizer
+
+__all__ = ["MAX_STAGE_S", "check_loss", "check_optimizer", "check_stage", "sample_context", "sample_model_info"]
 
 _NUM_ROWS = 8
 # Odd, and no multiple of any register width: code that assumes either fails here.

@@ -20,6 +20,10 @@ from treadle_server.model.ops_backward import softcap_backward
 
 # Scores held at once, all heads together: 8 MB in float32, of the order of the last-level cache.
 MAX_SCORES = 1 << 21
+# The backward pass goes over its scores many times: 256 KB of them, which the second-level cache holds twice. Fewer
+# rows than this make slow products, and more would work out more of the future, which is masked.
+BACKWARD_SCORES = 1 << 16
+MIN_BACKWARD_ROWS = 32
 MANY_KEYS = 512
 
 
@@ -96,7 +100,8 @@ def _weights(scores: Array, rows: int, first: int, scoring: Scoring, observe: Ob
         by_head += scoring.alibi.biases(positions[-rows:], positions)
         _show(observe, "biased_scores", by_head)
     if rows > 1:
-        future = np.triu(np.ones((rows, rows), np.bool_), 1)
+        places = np.arange(rows)
+        future = places > places[:, None]
         np.copyto(by_head[:, :, -rows:], -np.inf, where=future)
     if scoring.window is not None:
         columns = np.arange(seen)
@@ -132,7 +137,7 @@ def attention_backward(
     """
     rows, kv_heads, group, _ = q.shape
     dq, dkeys, dvalues = np.empty_like(q), np.zeros_like(keys), np.zeros_like(values)
-    block = max(1, MAX_SCORES // (kv_heads * group * rows))
+    block = max(MIN_BACKWARD_ROWS, BACKWARD_SCORES // (kv_heads * group * rows))
     for start in range(0, rows, block):
         stop = min(start + block, rows)
         seen = slice(scoring.first_seen(start), stop)

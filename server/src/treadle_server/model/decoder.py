@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
-from treadle_plugin_api.backend import Array, Batch, ComputeBackend, Observer, Weight
+from treadle_plugin_api.backend import Adapter, Array, Batch, ComputeBackend, Observer, Weight
+from treadle_plugin_api.backend_factory import BackendFactory
 from treadle_plugin_api.decoder_config import DecoderConfig
 
+from treadle_server.errors import ConfigError
+from treadle_server.model.adapters import check_adapter
 from treadle_server.model.kv_cache import KVCache, ScratchCache
 from treadle_server.model.numpy_backend import NumpyBackend
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
 
 DTypeName = Literal["float32", "float64"]
 Numerics = Literal["fast", "reproducible"]
+
+# What `auto` takes where a plugin has it and the number type suits it.
+AUTO_BACKEND = "numpy"
 
 
 class Decoder:
@@ -34,6 +42,7 @@ class Decoder:
         self.numerics = numerics
         self.backend = make_backend(backend, dtype, numerics) if isinstance(backend, str) else backend
         self._prepared = self.backend.prepare(config, params)
+        self._fitting: WeakSet[Adapter] = WeakSet()
 
     def forward(self, batch: Batch, caches: Sequence[KVCache] | None = None, observe: Observer | None = None) -> Array:
         """Return `hidden [tokens, dim]` of the batch's new tokens and append their keys and values to the caches.
@@ -75,14 +84,43 @@ class Decoder:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the model has {self.config.context_length} positions"
             )
+        self._check_adapters(batch)
+
+    def _check_adapters(self, batch: Batch) -> None:
+        """Look at each adapter once: it is immutable, and a step must not pay for it."""
+        if batch.adapters is None:
+            return
+        if len(batch.adapters) != batch.num_sequences:
+            raise ValueError(f"a batch of {batch.num_sequences} sequences has {len(batch.adapters)} adapters")
+        for adapter in batch.adapters:
+            if adapter is not None and adapter not in self._fitting:
+                check_adapter(self.config, self.dtype, adapter)
+                self._fitting.add(adapter)
 
 
-def make_backend(name: str, dtype: DTypeName, numerics: Numerics) -> ComputeBackend[Any]:
-    """Return the named built-in backend."""
+def make_backend(
+    name: str, dtype: DTypeName, numerics: Numerics, plugged: Mapping[str, BackendFactory] = MappingProxyType({})
+) -> ComputeBackend[Any]:
+    """Return the named backend: NumPy's, one of the plugged ones, or for `auto` the preferred one that suits.
+
+    Raises ConfigError for a name that is not there, a number type that the backend lacks, and where a plugin cannot
+    make its own.
+    """
     if dtype not in ("float32", "float64"):
         raise ValueError(f"dtype must be float32 or float64, but is {dtype!r}")
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"numerics must be fast or reproducible, but is {numerics!r}")
-    if name not in ("auto", "numpy"):
-        raise ValueError(f"there is no compute backend {name!r}; available: auto, numpy")
-    return NumpyBackend(dtype) if numerics == "fast" else ReproducibleNumpyBackend(dtype)
+    if name == "auto":
+        preferred = plugged.get(AUTO_BACKEND)
+        name = AUTO_BACKEND if preferred is not None and dtype in preferred.dtypes else "numpy"
+    if name == "numpy":
+        return NumpyBackend(dtype) if numerics == "fast" else ReproducibleNumpyBackend(dtype)
+    if name not in plugged:
+        raise ConfigError(f"there is no compute backend {name!r}; available: {', '.join(['auto', 'numpy', *plugged])}")
+    factory = plugged[name]
+    if dtype not in factory.dtypes:
+        raise ConfigError(f"the compute backend {name!r} computes in {', '.join(factory.dtypes)}, not in {dtype}")
+    try:
+        return factory.make(dtype, numerics)
+    except Exception as error:  # a plugin's factory may raise anything
+        raise ConfigError(f"the compute backend {name!r} cannot be made: {type(error).__name__}: {error}") from error

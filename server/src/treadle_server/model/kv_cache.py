@@ -97,6 +97,24 @@ class KVCache:
             raise ValueError(f"length must be between 0 and {self._length}, but is {length}")
         self._length = length
 
+    def copy_out(self, start: int, stop: int) -> Array:
+        """Return a copy of the tokens from start to stop, `[layers, 2, kv_heads, stop - start, head_dim]`."""
+        if not 0 <= start <= stop <= self._length:
+            raise ValueError(f"tokens {start} to {stop} are not stored: there are {self._length}")
+        return self._storage[..., start:stop, :].copy()
+
+    def extend(self, entries: Array) -> None:
+        """Append tokens that `copy_out` returned, of a cache of this shape."""
+        count = entries.shape[3]
+        self.reserve(self._length + count)
+        self._storage[..., self._length : self._length + count, :] = entries
+        self._length += count
+
+    def entry_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that `copy_out` of so many tokens takes."""
+        layers, pair, heads, _, head_dim = self._storage.shape
+        return int(layers * pair * heads * num_tokens * head_dim * self.dtype.itemsize)
+
     def fork(self) -> KVCache:
         """Return a copy that grows apart from this one."""
         copy = KVCache(self.config, self.dtype, self._length, self.max_tokens)

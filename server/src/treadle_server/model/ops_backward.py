@@ -15,15 +15,22 @@ from treadle_plugin_api.backend import Array
 from treadle_server.model.ops import erf_forward, sigmoid_forward
 
 
-def linear_backward(x: Array, weight: Array, dy: Array, share: Array | None = None) -> tuple[Array, Array, Array]:
-    """Return dx `[rows, in]`, dweight `[out, in]`, dbias `[out]` of dy `[rows, out]`.
+def linear_backward(weight: Array, dy: Array) -> Array:
+    """Return dx `[rows, in]` of dy `[rows, out]`; see `linear_weight_backward` for the weight's."""
+    dx: Array = np.matmul(dy, weight)
+    return dx
 
-    With share `[rows, 1]` the parameters' gradients are those of dy * share, while dx stays that of dy.
-    """
-    dx = np.matmul(dy, weight)
-    if share is not None:
-        dy = dy * share
-    return dx, np.matmul(dy.T, x), np.add.reduce(dy, axis=0)
+
+def linear_weight_backward(x: Array, dy: Array) -> Array:
+    """Return dweight `[out, in]` of dy `[rows, out]`."""
+    dweight: Array = np.matmul(dy.T, x)
+    return dweight
+
+
+def linear_bias_backward(dy: Array) -> Array:
+    """Return dbias `[out]` of dy `[rows, out]`."""
+    dbias: Array = np.add.reduce(dy, axis=0)
+    return dbias
 
 
 def embedding_backward(token_ids: NDArray[np.int64], dy: Array, dweight: Array) -> None:
@@ -95,57 +102,58 @@ def sigmoid_backward(y: Array, dy: Array) -> Array:
     return dy * y * (1.0 - y)
 
 
-def silu_backward(x: Array, dy: Array) -> Array:
-    """Return dx of x * sigmoid(x)."""
-    gate = sigmoid_forward(x)
+def silu_slope(x: Array) -> tuple[Array, Array]:
+    """Return x * sigmoid(x) and its derivative."""
+    gate = np.tanh(0.5 * x)  # sigmoid(x) = (1 + tanh(x / 2)) / 2: one call, and nothing that overflows
+    gate *= 0.5
+    gate += 0.5
+    y: Array = x * gate
     slope = 1.0 - gate
-    slope *= x
-    slope += 1.0
-    slope *= gate
-    slope *= dy
-    return slope
+    slope *= y
+    slope += gate
+    return y, slope
 
 
-def gelu_backward(x: Array, dy: Array) -> Array:
-    """Return dx of x * Phi(x): Phi(x) + x * density(x)."""
-    slope = erf_forward(x * math.sqrt(0.5))
-    slope += 1.0
-    slope *= 0.5
-    slope += x * np.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
-    slope *= dy
-    return slope
+def gelu_slope(x: Array) -> tuple[Array, Array]:
+    """Return x * Phi(x) and its derivative, Phi(x) + x * density(x)."""
+    phi = erf_forward(x * math.sqrt(0.5))
+    phi += 1.0
+    phi *= 0.5
+    y = x * phi
+    phi += x * np.exp(-0.5 * x * x) * math.sqrt(0.5 / math.pi)
+    return y, phi
 
 
-def gelu_quick_backward(x: Array, dy: Array) -> Array:
-    """Return dx of x * sigmoid(1.702 x)."""
+def gelu_quick_slope(x: Array) -> tuple[Array, Array]:
+    """Return x * sigmoid(1.702 x) and its derivative."""
     gate = sigmoid_forward(x * 1.702)
+    y = x * gate
     slope = 1.0 - gate
-    slope *= x * 1.702
-    slope += 1.0
-    slope *= gate
-    slope *= dy
-    return slope
+    slope *= 1.702 * y
+    slope += gate
+    return y, slope
 
 
-def gelu_tanh_backward(x: Array, dy: Array) -> Array:
-    """Return dx of 0.5 x (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+def gelu_tanh_slope(x: Array) -> tuple[Array, Array]:
+    """Return 0.5 x (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3), and its derivative."""
     square = x * x
     tanh = np.tanh(math.sqrt(2 / math.pi) * x * (1.0 + 0.044715 * square))
     slope = 1.0 - tanh * tanh
     slope *= x * (1.0 + 3 * 0.044715 * square)
     slope *= math.sqrt(2 / math.pi)
-    slope += 1.0
+    tanh += 1.0
     slope += tanh
     slope *= 0.5
-    slope *= dy
-    return slope
+    tanh *= 0.5
+    return x * tanh, slope
 
 
-def relu_backward(x: Array, dy: Array) -> Array:
-    """Return dx of max(x, 0); 0 where x is 0."""
-    return np.where(x > 0, dy, 0)
+def relu_slope(x: Array) -> tuple[Array, Array]:
+    """Return max(x, 0) and its derivative; 0 where x is 0."""
+    return np.maximum(x, 0.0), (x > 0).astype(x.dtype)
 
 
-def relu_squared_backward(x: Array, dy: Array) -> Array:
-    """Return dx of max(x, 0)^2."""
-    return dy * np.maximum(x, 0.0) * 2.0
+def relu_squared_slope(x: Array) -> tuple[Array, Array]:
+    """Return max(x, 0)^2 and its derivative."""
+    y = np.maximum(x, 0.0)
+    return y * y, 2.0 * y

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from treadle_plugin_api.backend import Array, Weight
@@ -17,18 +18,23 @@ from treadle_server.model.rotary import Rotary
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight `[out, in]`, bias `[out]` or None."""
+    """weight `[out, in]`, bias `[out]` or None; parts: whose rows lie where, by canonical name without `.weight`."""
 
     weight: Array
     bias: Array | None
+    parts: Mapping[str, slice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight `[dim]` and bias `[dim]`, each None where the model has none; `[heads, head_dim]` for norms of heads."""
+    """weight `[dim]` and bias `[dim]`, each None where the model has none; `[heads, head_dim]` for norms of heads.
+
+    parts: where the canonical norms lie, by name without `.weight`.
+    """
 
     weight: Array | None
     bias: Array | None
+    parts: Mapping[str, slice | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,9 @@ def prepare_decoder(
         layers=tuple(_read_layer(reader, config, rotaries, index) for index in range(config.num_layers)),
         final_norm=reader.norm("final_norm") if config.has_final_norm else None,
         embedding_out=reader.optional_linear("embedding_out"),
-        head=Linear(embedding if config.tied_head else reader.matrix("head"), reader.vector("head.bias")),
+        head=Linear(
+            embedding if config.tied_head else reader.matrix("head"), reader.vector("head.bias"), {"head": slice(None)}
+        ),
     )
 
 
@@ -169,9 +177,15 @@ class _Reader:
 
     def linear(self, prefix: str, *names: str) -> Linear:
         """Return the named projections fused into one."""
-        biases = [f"{prefix}{name}.bias" for name in names]
+        names = tuple(prefix + name for name in names)
+        biases = [f"{name}.bias" for name in names]
         has_bias = biases[0] in self._params
-        return Linear(self.matrix(*(prefix + name for name in names)), self._stack(biases) if has_bias else None)
+        return Linear(self.matrix(*names), self._stack(biases) if has_bias else None, self._rows_of(names))
+
+    def _rows_of(self, names: Sequence[str]) -> dict[str, slice]:
+        """Return where each matrix lies when they are stacked."""
+        stops = list(accumulate(self._params[f"{name}.weight"].shape[0] for name in names))
+        return {name: slice(start, stop) for name, start, stop in zip(names, [0, *stops], stops, strict=False)}
 
     def optional_linear(self, name: str) -> Linear | None:
         """Return a projection, or None if the model has none of that name."""
@@ -184,7 +198,8 @@ class _Reader:
 
     def norm(self, name: str) -> Norm:
         """Return a norm's scale and offset."""
-        return Norm(self._unit_offset(self.vector(f"{name}.weight")), self.vector(f"{name}.bias"))
+        weight, bias = self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
+        return Norm(self._unit_offset(weight), bias, {name: slice(None)})
 
     def head_norm(self, name: str, num_heads: int) -> Norm | None:
         """Return the norm of queries or keys: `[heads, head_dim]` where each head has its own."""
@@ -200,7 +215,7 @@ class _Reader:
             else None
             for part, there in (("weight", True), ("bias", has_bias))
         )
-        return Norm(self._unit_offset(weight), bias)
+        return Norm(self._unit_offset(weight), bias, {f"{name}.{head}": head for head in range(num_heads)})
 
     def _unit_offset(self, weight: Array | None) -> Array | None:
         if weight is not None and self._config.norm.unit_offset:

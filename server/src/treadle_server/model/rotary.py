@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from treadle_plugin_api.backend import Array
-from treadle_plugin_api.decoder_config import RotaryConfig
+from treadle_plugin_api.decoder_config import PositionsConfig, RotaryConfig
+
+from treadle_server.model.ops import row_pieces
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -45,6 +47,18 @@ class Rotary:
         if self.config.interleaved:
             return turning.reshape(*heads.shape[:2], -1, 2).swapaxes(2, 3)
         return turning.reshape(*heads.shape[:2], 2, -1)
+
+
+def angle_key(positions: PositionsConfig, length: int) -> tuple[int, ...]:
+    """Return what a token's angles depend on beside its place: equal for lengths reached that have equal angles."""
+    rotaries = dict.fromkeys((positions.rotary, *positions.layers))
+    return tuple(_length_class(one, length) for one in rotaries if one is not None and one.depends_on_length)
+
+
+def _length_class(rotary: RotaryConfig, length: int) -> int:
+    if rotary.kind == "longrope":
+        return int(length > rotary.original_context_length)
+    return max(length, rotary.original_context_length)
 
 
 def rotary_frequencies(rotary: RotaryConfig, dim: int, lengths: Integers | None = None) -> Floats:
@@ -118,9 +132,11 @@ def rotary_table(
 
 def rotary_forward(x: Array, cos: Array, signed_sin: Array, out: Array | None = None) -> Array:
     """Turn each pair (x[..., 0, i], x[..., 1, i]) of x `[rows, heads, 2, half]`: (a cos - b sin, b cos + a sin)."""
-    swapped = x[:, :, ::-1] * signed_sin  # [rows, heads, 2, half]
-    out = np.multiply(x, cos, out=out)
-    out += swapped
+    out = np.empty_like(x) if out is None else out
+    for rows in row_pieces(x):
+        swapped = x[rows, :, ::-1] * signed_sin[rows]  # [rows, heads, 2, half]
+        np.multiply(x[rows], cos[rows], out=out[rows])
+        out[rows] += swapped
     return out
 
 
