@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from treadle_plugin_api.decoder_config import MoeConfig
-from treadle_server.model import attention, moe, ops, ops_backward, rotary
+from treadle_plugin_api.backend import LowRank
+from treadle_plugin_api.decoder_config import MlpConfig, MoeConfig
+from treadle_server.model import activations, adapters, attention, moe, ops, ops_backward, rotary
 from treadle_server.model.alibi import Alibi
 from treadle_server.model.attention import Scoring
 from treadle_server.testing import check_grads
@@ -24,10 +25,27 @@ def draw(*shape: int) -> np.ndarray:
 
 
 def check_linear() -> None:
-    """Three arrays."""
-    check_grads(
-        ops.linear_forward, lambda dy, x, w, b: ops_backward.linear_backward(x, w, dy), draw(5, 3), draw(4, 3), draw(4)
-    )
+    """Three arrays, a function each."""
+
+    def backward(dy: np.ndarray, x: np.ndarray, weight: np.ndarray, _: np.ndarray) -> list[np.ndarray]:
+        dweight, dbias = ops_backward.linear_weight_backward(x, dy), ops_backward.linear_bias_backward(dy)
+        return [ops_backward.linear_backward(weight, dy), dweight, dbias]
+
+    check_grads(ops.linear_forward, backward, draw(5, 3), draw(4, 3), draw(4))
+
+
+def check_low_rank() -> None:
+    """Rows that count by a share of theirs: the input's gradient is that of the product before it was multiplied."""
+    share = np.array([[1.0], [0.5], [0.0], [2.0], [-1.0]])
+
+    def forward(x: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return share * (0.7 * (x @ a.T) @ b.T)
+
+    def backward(dy: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+        dx, da, db = adapters.low_rank_backward(x, LowRank(a, b, 0.7), dy, share)
+        return [share * dx, da, db]
+
+    check_grads(forward, backward, draw(5, 3), draw(2, 3), draw(4, 2))
 
 
 def check_embedding() -> None:
@@ -86,8 +104,22 @@ def check_sigmoid() -> None:
 
 def check_activation(name: str) -> Callable[[], None]:
     """Return the check of an activation on both sides of 0, never at 0."""
-    forward, backward = getattr(ops, f"{name}_forward"), getattr(ops_backward, f"{name}_backward")
-    return lambda: check_grads(forward, lambda dy, x: [backward(x, dy)], np.linspace(-4, 4, 20) + 0.01)
+    forward, slope = activations.ACTIVATIONS[name], activations.SLOPES[name]
+    return lambda: check_grads(
+        lambda x: forward(x, None), lambda dy, x: [dy * slope(x)[1]], np.linspace(-4, 4, 20) + 0.01
+    )
+
+
+def check_hidden() -> None:
+    """Gate beside up: the derivatives come in the place of up, with what the forward half returned."""
+    mlp = MlpConfig(hidden_dim=3, activation="silu", gated=True)
+
+    def backward(dy: np.ndarray, up: np.ndarray) -> list[np.ndarray]:
+        hidden, slopes = activations.hidden_backward(mlp, up.copy())
+        np.testing.assert_allclose(hidden, activations.hidden_forward(mlp, up.copy()), rtol=0, atol=1e-14)
+        return [np.tile(dy, 2) * slopes]
+
+    check_grads(lambda up: activations.hidden_forward(mlp, up.copy()), backward, draw(4, 6))
 
 
 def check_rotary() -> None:
@@ -128,10 +160,12 @@ def check_route() -> None:
         check_grads(lambda scores, config=config: moe.route_forward(scores, config)[1], backward, draw(4, 5))
 
 
-ACTIVATIONS = ("silu", "gelu", "gelu_quick", "gelu_tanh", "relu", "relu_squared")
 CHECKS = MappingProxyType(
     {
         "linear": check_linear,
+        "linear_weight": check_linear,
+        "linear_bias": check_linear,
+        "low_rank": check_low_rank,
         "embedding": check_embedding,
         "rms_norm": check_rms_norm,
         "layer_norm": check_layer_norm,
@@ -141,7 +175,8 @@ CHECKS = MappingProxyType(
         "rotary": check_rotary,
         "attention": check_attention,
         "route": check_route,
-        **{name: check_activation(name) for name in ACTIVATIONS},
+        "hidden": check_hidden,
+        **{name: check_activation(name) for name in activations.SLOPES},
     }
 )
 
@@ -155,10 +190,10 @@ def test_backward_is_the_gradient_of_forward(op: str) -> None:
 def test_every_backward_half_is_checked() -> None:
     """A backward half without a check above fails here."""
     found = {
-        name.removesuffix("_backward")
-        for module in (ops_backward, attention, rotary, moe)
+        name.removesuffix("_backward").removesuffix("_slope")
+        for module in (ops_backward, activations, adapters, attention, rotary, moe)
         for name, _ in inspect.getmembers(module, inspect.isfunction)
-        if name.endswith("_backward") and not name.startswith("_")
+        if name.endswith(("_backward", "_slope")) and not name.startswith("_")
     }
     assert found == CHECKS.keys()
 
@@ -166,7 +201,8 @@ def test_every_backward_half_is_checked() -> None:
 @pytest.mark.parametrize("scoring", [Scoring(0.5), Scoring(0.5, window=2), Scoring(0.5, softcap=1.0)])
 def test_attention_backward_in_blocks_is_exact_too(scoring: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two query rows give the gradient that one block gives."""
-    monkeypatch.setattr(attention, "MAX_SCORES", 2 * 4 * 7)
+    monkeypatch.setattr(attention, "BACKWARD_SCORES", 0)
+    monkeypatch.setattr(attention, "MIN_BACKWARD_ROWS", 2)
     check_attention(scoring)
 
 

@@ -81,6 +81,7 @@ def test_logits_in_pieces_change_nothing(load_trainer: Any, monkeypatch: pytest.
     one, two = load_trainer(dtype="float64"), load_trainer(dtype="float64")
     one.forward_backward(IDS, LABELS)
     monkeypatch.setattr("treadle_server.training.loss_pass.MAX_LOGITS", 2 * 200)
+    monkeypatch.setattr("treadle_server.training.loss_pass.MIN_ROWS", 1)
     two.forward_backward(IDS, LABELS)
     for name, gradient in one.gradients().items():
         assert np.allclose(gradient, two.gradients()[name], rtol=1e-10, atol=1e-14), name
@@ -292,14 +293,14 @@ def test_a_gradient_that_is_not_finite_is_named_and_refused(load_trainer: Any, m
     one, other = load_trainer(), load_trainer()
     for each in (one, other):
         each.forward_backward(IDS)
-    backward = trainer.LossPass.backward
+    backward = trainer.ParallelPass.backward
 
-    def broken(self: trainer.LossPass) -> dict[str, Any]:
+    def broken(self: trainer.ParallelPass) -> dict[str, Any]:
         grads = backward(self)
         grads["layers.0.attention.q.weight"][1, 1] = np.inf
         return grads
 
-    monkeypatch.setattr(trainer.LossPass, "backward", broken)
+    monkeypatch.setattr(trainer.ParallelPass, "backward", broken)
     with pytest.raises(TrainingError, match=r"gradient of model.layers.0.self_attn.q_proj.weight is not finite"):
         one.forward_backward(IDS)
     one.optim_step(lr=0.1)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from treadle_server.language_model import LanguageModel
-    from treadle_server.training import Trainer
+    from treadle_server.training import LoraConfig, Trainer
 
-__all__ = ["LanguageModel", "Trainer"]
+__all__ = ["LanguageModel", "LoraConfig", "Trainer"]
 
 
 def __getattr__(name: str) -> object:
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> object:
         from treadle_server.language_model import LanguageModel
 
         return LanguageModel
-    if name == "Trainer":
-        from treadle_server.training import Trainer
+    if name in ("LoraConfig", "Trainer"):
+        from treadle_server import training
 
-        return Trainer
+        return training.Trainer if name == "Trainer" else training.LoraConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

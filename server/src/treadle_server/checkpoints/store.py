@@ -111,17 +111,26 @@ class ModelStore:
         path = _existing_path(name_or_path)
         if path is not None and (path / "config.json").is_file():
             return path
-        name = name_or_path.lower()
-        if _NAME.fullmatch(name):
-            stored = _read_model(self._models / name)
-            folder = _bundled_folder(name) if stored is None else stored.folder
+        try:
+            return self.resolve_name(name_or_path)
+        except ModelNotFoundError:
+            if path is None:
+                raise
+        raise CheckpointError(
+            f"{path}: is not a Hugging Face folder (it has no config.json); a GGUF file must be pulled first"
+        )
+
+    def resolve_name(self, name: str) -> Path:
+        """Return the folder of a stored model or a bundled one; names ignore case, and a path is none.
+
+        Raises ModelNotFoundError when there is none.
+        """
+        if _NAME.fullmatch(name.lower()):
+            stored = _read_model(self._models / name.lower())
+            folder = _bundled_folder(name.lower()) if stored is None else stored.folder
             if folder is not None:
                 return folder
-        if path is not None:
-            raise CheckpointError(
-                f"{path}: is not a Hugging Face folder (it has no config.json); a GGUF file must be pulled first"
-            )
-        raise ModelNotFoundError(name_or_path, self.names())
+        raise ModelNotFoundError(name, self.names())
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:

@@ -14,6 +14,8 @@ from treadle_server.errors import PluginError
 
 ENTRY_POINT_GROUP = "treadle"
 BUILT_IN_DISTRIBUTION = "treadle-samplers"
+# The losses and optimizers are in the server itself and come through the same door.
+_BUILT_IN_DISTRIBUTIONS = (BUILT_IN_DISTRIBUTION, "treadle-server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class PluginSource:
     @property
     def built_in(self) -> bool:
         """Whether it came with treadle."""
-        return self.distribution == BUILT_IN_DISTRIBUTION
+        return self.distribution in _BUILT_IN_DISTRIBUTIONS
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.distribution}{f' {self.version}' if self.version else ''})"

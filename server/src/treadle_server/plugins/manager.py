@@ -5,21 +5,26 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import pluggy
 from treadle_plugin_api import hookspecs
+from treadle_plugin_api.backend_factory import BackendFactory, backend_problems
 from treadle_plugin_api.contract import class_problems
 from treadle_plugin_api.extras import MissingExtraError
 from treadle_plugin_api.family import Family
+from treadle_plugin_api.loss import Loss
+from treadle_plugin_api.optimizer import Optimizer
+from treadle_plugin_api.training_contract import loss_problems, optimizer_problems
 
 from treadle_server.errors import PluginError
 from treadle_server.model.families.registry import FamilyRegistry, family_problems
 from treadle_server.plugins.discovery import PluginSource, installed_sources, local_sources
 from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.observers import Observers
+from treadle_server.plugins.parts import PartEntry, PartRegistry, PartT
 from treadle_server.plugins.registry import StageClass, StageEntry, StageRegistry, stage_knobs
 
 
@@ -35,6 +40,9 @@ class PluginStatus:
         reason: why it is not active; empty if it is.
         stages: the stages it brought, or would have brought.
         families: the model types it brought, or would have brought.
+        losses: the losses it brought, or would have brought.
+        optimizers: the optimizers it brought, or would have brought.
+        backends: the compute backends it brought, or would have brought.
         lacks_extra: whether it failed because an optional dependency of its own is not installed, which is no fault.
     """
 
@@ -45,6 +53,9 @@ class PluginStatus:
     reason: str = ""
     stages: tuple[StageEntry, ...] = ()
     families: tuple[str, ...] = ()
+    losses: tuple[PartEntry[Loss], ...] = ()
+    optimizers: tuple[PartEntry[Optimizer], ...] = ()
+    backends: tuple[PartEntry[BackendFactory], ...] = ()
     lacks_extra: bool = False
 
     @property
@@ -55,20 +66,39 @@ class PluginStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What became of one source: its stages and families, or the reason why it has none."""
+    """What became of one source: what it brings, or the reason why it brings nothing."""
 
     source: PluginSource
     module: object = None
     stages: tuple[StageEntry, ...] = ()
     families: tuple[Family, ...] = ()
+    losses: tuple[PartEntry[Loss], ...] = ()
+    optimizers: tuple[PartEntry[Optimizer], ...] = ()
+    backends: tuple[PartEntry[BackendFactory], ...] = ()
     failure: str = ""
     lacks_extra: bool = False
 
     @property
     def names(self) -> set[str]:
         """What it registered, each name as others may not have it too."""
-        stages = {f"stage {stage.name!r}" for stage in self.stages}
-        return stages | {f"model_type {family.model_type!r}" for family in self.families}
+        return {
+            *(f"stage {stage.name!r}" for stage in self.stages),
+            *(f"model_type {family.model_type!r}" for family in self.families),
+            *(f"loss {loss.name!r}" for loss in self.losses),
+            *(f"optimizer {optimizer.name!r}" for optimizer in self.optimizers),
+            *(f"backend {backend.name!r}" for backend in self.backends),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """What a plugin registered, unchecked, in its order."""
+
+    classes: list[StageClass] = field(default_factory=list)
+    families: list[Family] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    backends: list[BackendFactory] = field(default_factory=list)
 
 
 class PluginManager:
@@ -78,6 +108,9 @@ class PluginManager:
         plugins: the status of each plugin, in the order in which they were found.
         registry: the stages of the active ones.
         families: the built-in model families and those of the active ones.
+        losses: the losses of the active ones.
+        optimizers: the optimizers of the active ones.
+        backends: the compute backends of the active ones; NumPy's is not among them.
         observers: those of the active ones that observe requests.
     """
 
@@ -92,6 +125,11 @@ class PluginManager:
         active = [one for one in loaded if not one.failure and one.source not in conflicts]
         self.registry = StageRegistry((stage for one in active for stage in one.stages), self._reasons())
         self.families = FamilyRegistry(family for one in active for family in one.families)
+        self.losses = PartRegistry([loss for one in active for loss in one.losses], self._reasons("losses"))
+        optimizers = [optimizer for one in active for optimizer in one.optimizers]
+        self.optimizers = PartRegistry(optimizers, self._reasons("optimizers"))
+        backends = [backend for one in active for backend in one.backends]
+        self.backends = PartRegistry(backends, self._reasons("backends"))
         self.observers = Observers(_hooks(active))
 
     @classmethod
@@ -113,10 +151,10 @@ class PluginManager:
         if failures:
             raise PluginError("; ".join(failures))
 
-    def _reasons(self) -> dict[str, str]:
-        """Why a stage cannot be named, by its name, or by that of the plugin that it may be in."""
+    def _reasons(self, kind: Literal["stages", "losses", "optimizers", "backends"] = "stages") -> dict[str, str]:
+        """Why what plugins bring cannot be named, by its name, or by that of the plugin that it may be in."""
         inactive = [one for one in self.plugins if one.status != "active"]
-        names = [(one, name) for one in inactive for name in (one.name, *(stage.name for stage in one.stages))]
+        names = [(one, name) for one in inactive for name in (one.name, *(part.name for part in getattr(one, kind)))]
         return {name: f"plugin {one.name!r} is {one.status}: {one.reason}" for one, name in names}
 
     def require_built_in(self) -> None:
@@ -139,22 +177,36 @@ def _is_blocked(source: PluginSource, blocked: Collection[str]) -> bool:
 
 
 def _load(source: PluginSource) -> _Loaded:
-    """Import a plugin and collect its stages and families; a failure becomes a reason."""
+    """Import a plugin and collect what it brings; a failure becomes a reason."""
     try:
         module = source.load()
-        classes, families = _registered(source, module)
+        found = _registered(source, module)
     except BaseException as error:  # noqa: BLE001 - foreign code may raise anything, even exit; the reason is listed
         reraise_interrupt(error)
         if isinstance(error, MissingExtraError):
             return _Loaded(source, failure=str(error), lacks_extra=True)
         return _Loaded(source, failure=reason_of(error))
-    stages = tuple(_entry(source, cls) for cls in classes if not class_problems(cls))
-    problems = [*_problems(source, classes, stages), *family_problems(families)]
-    sound = tuple(family for family in families if not family_problems([family]))
-    return _Loaded(source, module, stages, sound, "; ".join(problems))
+    stages = tuple(_entry(source, cls) for cls in found.classes if not class_problems(cls))
+    problems = [
+        *_problems(source, found.classes, stages),
+        *family_problems(found.families),
+        *loss_problems(found.losses),
+        *optimizer_problems(found.optimizers),
+        *backend_problems(found.backends),
+    ]
+    return _Loaded(
+        source,
+        module,
+        stages,
+        tuple(family for family in found.families if not family_problems([family])),
+        tuple(_part(source, loss) for loss in found.losses if not any(loss_problems([loss]))),
+        tuple(_part(source, one) for one in found.optimizers if not any(optimizer_problems([one]))),
+        tuple(_part(source, one) for one in found.backends if not any(backend_problems([one]))),
+        "; ".join(problems),
+    )
 
 
-def _registered(source: PluginSource, module: object) -> tuple[list[StageClass], list[Family]]:
+def _registered(source: PluginSource, module: object) -> _Registered:
     """What the plugin registers, asked in a pluggy manager of its own: a bad hook harms no other plugin."""
     manager = _new_pluggy()
     manager.register(module, source.name)
@@ -163,11 +215,13 @@ def _registered(source: PluginSource, module: object) -> tuple[list[StageClass],
         raise PluginError(
             "implements no treadle hook: mark one with @hookimpl, such as treadle_register_stages(register)"
         )
-    classes: list[StageClass] = []
-    families: list[Family] = []
-    manager.hook.treadle_register_stages(register=classes.append)
-    manager.hook.treadle_register_families(register=families.append)
-    return list(dict.fromkeys(classes)), families  # the same class twice is once
+    found = _Registered()
+    manager.hook.treadle_register_stages(register=found.classes.append)
+    manager.hook.treadle_register_families(register=found.families.append)
+    manager.hook.treadle_register_losses(register=found.losses.append)
+    manager.hook.treadle_register_optimizers(register=found.optimizers.append)
+    manager.hook.treadle_register_backends(register=found.backends.append)
+    return replace(found, classes=list(dict.fromkeys(found.classes)))  # the same class twice is once
 
 
 def _new_pluggy() -> pluggy.PluginManager:
@@ -184,6 +238,10 @@ def _entry(source: PluginSource, cls: StageClass) -> StageEntry:
         version=source.version,
         built_in=source.built_in,
     )
+
+
+def _part(source: PluginSource, part: PartT) -> PartEntry[PartT]:
+    return PartEntry(part, source.name, source.distribution, source.built_in)
 
 
 def _problems(source: PluginSource, classes: Sequence[StageClass], stages: Sequence[StageEntry]) -> Iterable[str]:
@@ -220,17 +278,21 @@ def _conflicts(loaded: Sequence[_Loaded]) -> Mapping[PluginSource, str]:
 
 
 def _status(source: PluginSource, loaded: Sequence[_Loaded], conflicts: Mapping[PluginSource, str]) -> PluginStatus:
-    one = next((one for one in loaded if one.source is source), None)
-    reason = "blocked on request" if one is None else one.failure or conflicts.get(source, "")
+    blocked = _Loaded(source, failure="blocked on request")
+    one = next((one for one in loaded if one.source is source), blocked)
+    reason = one.failure or conflicts.get(source, "")
     return PluginStatus(
         name=source.name,
         distribution=source.distribution,
         version=source.version,
-        status="blocked" if one is None else "failed" if reason else "active",
+        status="blocked" if one is blocked else "failed" if reason else "active",
         reason=reason,
-        stages=one.stages if one is not None else (),
-        families=tuple(family.model_type for family in one.families) if one is not None else (),
-        lacks_extra=one is not None and one.lacks_extra,
+        stages=one.stages,
+        families=tuple(family.model_type for family in one.families),
+        losses=one.losses,
+        optimizers=one.optimizers,
+        backends=one.backends,
+        lacks_extra=one.lacks_extra,
     )
 
 

@@ -156,7 +156,8 @@ class Tokenizer:
             raise InvalidRequestError.of("text", message) from None
         try:
             with _no_panics():
-                return self._backend.encode(text, add_special_tokens=add_special_tokens)
+                # As a batch: `encode` of one text holds the interpreter's lock all the while, a second a megabyte.
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         except TreadleError:
             raise
         except Exception as error:  # the library raises bare Exception, as for a word that a closed vocabulary lacks

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api.backend import Batch
+from treadle_plugin_api.backend import Adapter, Batch
+from treadle_plugin_api.loss import Targets
 
 from treadle_server.errors import InvalidRequestError
-from treadle_server.training.losses import Targets
 
 IGNORED = -100
-Rows = Sequence[Sequence[int]] | NDArray[np.int64]
+Rows = Sequence[Sequence[int]] | Sequence[NDArray[np.int64]] | NDArray[np.int64]
 FloatRows = Sequence[Sequence[float]] | NDArray[np.float64] | Sequence[NDArray[np.float64]]
 
 
@@ -42,6 +43,26 @@ class TrainingBatch:
         flat[self.predicting + 1] = logprobs
         return np.split(flat, self.batch.starts[1:-1])
 
+    def split(self, num_parts: int) -> list[TrainingBatch]:
+        """Return parts of whole sequences, of about as many tokens each: num_parts at most."""
+        starts, num_tokens = self.batch.starts, self.batch.num_tokens
+        cuts = np.searchsorted(starts, np.arange(1, num_parts) * num_tokens / num_parts).tolist()
+        edges = sorted({0, *cuts, self.batch.num_sequences})
+        return [self._sequences(first, stop) for first, stop in pairwise(edges)]
+
+    def _sequences(self, first: int, stop: int) -> TrainingBatch:
+        start, end = self.batch.starts[[first, stop]].tolist()
+        rows = slice(*np.searchsorted(self.predicting, [start, end]).tolist())
+        adapters = self.batch.adapters
+        batch = replace(
+            self.batch,
+            token_ids=self.batch.token_ids[start:end],
+            starts=self.batch.starts[first : stop + 1] - start,
+            prefix_lengths=self.batch.prefix_lengths[first:stop],
+            adapters=None if adapters is None else adapters[first:stop],
+        )
+        return TrainingBatch(batch, self.predicting[rows] - start, self.targets.rows(rows))
+
 
 def make_batch(
     input_ids: Rows,
@@ -50,8 +71,12 @@ def make_batch(
     weights: FloatRows | None = None,
     logprobs: FloatRows | None = None,
     advantages: FloatRows | None = None,
+    adapter: Adapter | None = None,
 ) -> TrainingBatch:
-    """Check and flatten a batch; without labels every token is one. Raises InvalidRequestError naming the field."""
+    """Check and flatten a batch; without labels every token is one. Raises InvalidRequestError naming the field.
+
+    All rows go through `adapter` if there is one.
+    """
     ids = _int_rows("input_ids", input_ids)
     lengths = [len(row) for row in ids]
     if not ids or min(lengths) == 0:
@@ -60,7 +85,7 @@ def make_batch(
     wanted = ids if labels is None else _int_rows("labels", labels)
     _check_lengths("labels", [len(row) for row in wanted], lengths)
     _check_range("labels", wanted, vocab_size, IGNORED)
-    batch = Batch.of(ids)
+    batch = Batch.of(ids, adapters=[adapter] * len(ids))
     flat_labels = np.concatenate(wanted)
     flat_weights = _float_column("weights", weights, lengths, minimum=0.0)
     counts = flat_labels != IGNORED

@@ -57,8 +57,10 @@ class Accumulator:
         """Return the gradients, copied."""
         return {name: gradient * gradient.dtype.type(self.scale) for name, gradient in self._sums.items()}
 
-    def take(self, factor: float) -> dict[str, Array]:
-        """Return the gradients times a factor and hold none any more."""
+    def take(self, factor: float, *, keep: bool = False) -> dict[str, Array]:
+        """Return the gradients times a factor and hold none any more, or keep them and return copies."""
+        if keep:
+            return {name: np.multiply(gradient, factor, out=gradient) for name, gradient in self.scaled().items()}
         factor *= self.scale
         grads = self._sums
         for gradient in grads.values() if factor != 1.0 else ():

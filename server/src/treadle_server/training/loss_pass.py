@@ -7,41 +7,26 @@ Logits are made for a few rows at a time, and only of rows whose labels count: a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
 from treadle_plugin_api.backend import Array
 
-from treadle_server.errors import InvalidRequestError
 from treadle_server.model.trainable import TrainableDecoder
 from treadle_server.training.batches import TrainingBatch
-from treadle_server.training.losses import LOSSES, RowLosses, Targets
-from treadle_server.training.options import keyword_options
+from treadle_server.training.chosen_loss import ChosenLoss
 
-# Logits held at once: 64 MB in float32.
-MAX_LOGITS = 1 << 24
-
-_RANGES: Mapping[str, tuple[float, float]] = {"label_smoothing": (0, 1), "z_loss": (0, math.inf), "clip_range": (0, 1)}
-
-
-def choose_loss(name: str, options: Mapping[str, float]) -> Callable[[Array, Targets], RowLosses]:
-    """Return the named loss with its options. Raises InvalidRequestError."""
-    if name not in LOSSES:
-        raise InvalidRequestError.of("loss", f"must be one of {', '.join(LOSSES)}, but is {name!r}")
-    function, known = LOSSES[name], keyword_options(LOSSES[name])
-    for option, value in options.items():
-        if option not in known:
-            listing = ", ".join(known) or "none"
-            raise InvalidRequestError.of(option, f"is no option of {name}; its options: {listing}")
-        low, high = _RANGES.get(option, (-math.inf, math.inf))
-        if not (low <= value <= high and math.isfinite(value)):
-            raise InvalidRequestError.of(option, f"must be {low:g} to {high:g}, but is {value}")
-    return lambda logits, targets: function(logits, targets, **options)
+# Logits held at once: 8 MB in float32, of the order of the last-level cache; of a large vocabulary as many rows as it
+# takes for the head's gradient, which every part adds to, to cost little beside its product.
+MAX_LOGITS = 1 << 21
+MIN_ROWS = 256
 
 
 class LossPass:
     """`forward`, then the loss is known; then, if it was told to save, `backward`.
+
+    `wanted` names the gradients to work out, as `TrainableDecoder.backward` does; None stands for all.
 
     Attributes:
         total_weight: the sum of the counted tokens' weights.
@@ -50,9 +35,13 @@ class LossPass:
     """
 
     def __init__(
-        self, decoder: TrainableDecoder, batch: TrainingBatch, loss: Callable[[Array, Targets], RowLosses]
+        self,
+        decoder: TrainableDecoder,
+        batch: TrainingBatch,
+        loss: ChosenLoss,
+        wanted: Collection[str] | None = None,
     ) -> None:
-        self._decoder, self._batch, self._loss = decoder, batch, loss
+        self._decoder, self._batch, self._loss, self._wanted = decoder, batch, loss, wanted
         self._saved: dict[str, Array] = {}
         self._dhidden = np.zeros(0)
         self._head_grads: dict[str, Array] = {}
@@ -66,12 +55,14 @@ class LossPass:
         if saving:
             hidden = decoder.forward_saving(batch.batch, self._saved)
             self._dhidden = np.zeros_like(hidden)
-            self._head_grads = {name: np.zeros_like(decoder.parameters[name]) for name in decoder.head_parameters()}
+            names = decoder.head_parameters()
+            names = names if self._wanted is None else tuple(name for name in names if name in self._wanted)
+            self._head_grads = {name: np.zeros_like(decoder.parameters[name]) for name in names}
         else:
             hidden = decoder.forward(batch.batch)
-        step = max(1, MAX_LOGITS // decoder.config.vocab_size)
+        step = max(MIN_ROWS, MAX_LOGITS // decoder.config.vocab_size)
         losses = [self._rows(hidden, slice(start, start + step)) for start in range(0, len(self.logprobs), step)]
-        self.total_loss = float(np.concatenate(losses).sum())
+        self.total_loss = float(np.concatenate([np.zeros(0), *losses]).sum())
 
     def _rows(self, hidden: Array, rows: slice) -> NDArray[np.float64]:
         """Return the losses of some of the counted rows."""
@@ -79,13 +70,13 @@ class LossPass:
         read = hidden[places]
         result = self._loss(self._decoder.head(read), self._batch.targets.rows(rows))
         self.logprobs[rows] = result.logprobs
-        if self._head_grads:
+        if len(self._dhidden):
             self._dhidden[places] = self._decoder.head_backward(read, result.dlogits, self._head_grads)
         return result.losses
 
     def backward(self) -> dict[str, Array]:
-        """Return the gradient of the summed loss by every canonical parameter."""
-        grads = self._decoder.backward(self._saved, self._dhidden)
+        """Return the wanted gradients of the summed loss."""
+        grads = self._decoder.backward(self._saved, self._dhidden, self._wanted)
         for name, gradient in self._head_grads.items():
-            grads[name] += gradient
+            grads[name] = np.add(grads[name], gradient, out=gradient) if name in grads else gradient
         return grads

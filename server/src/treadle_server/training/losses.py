@@ -6,52 +6,14 @@ with the gradient of their sum. What a batch's loss is divided by is the trainer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 from treadle_plugin_api.backend import Array
-
-from treadle_server.errors import InvalidRequestError
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """What rows of logits are compared with.
-
-    Attributes:
-        ids: `[rows] int64`, the token that came next.
-        weights: `[rows] float64`, by which a row's loss is multiplied.
-        old_logprobs: `[rows] float64`, the token's log-probability under the policy that sampled it.
-        advantages: `[rows] float64`, how much better than expected the token was.
-    """
-
-    ids: NDArray[np.int64]
-    weights: Floats
-    old_logprobs: Floats | None = None
-    advantages: Floats | None = None
-
-    def rows(self, rows: slice) -> Targets:
-        """Return the targets of some rows."""
-        old = None if self.old_logprobs is None else self.old_logprobs[rows]
-        advantages = None if self.advantages is None else self.advantages[rows]
-        return Targets(self.ids[rows], self.weights[rows], old, advantages)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLosses:
-    """losses `[rows] float64`, weighted; dlogits `[rows, vocab]` of their sum; logprobs `[rows] float64`."""
-
-    losses: Floats
-    dlogits: Array
-    logprobs: Floats
-
-
-Loss = Callable[..., RowLosses]
+from treadle_plugin_api.loss import Floats, Loss, RowLosses, Targets
 
 
 def cross_entropy(logits: Array, targets: Targets, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> RowLosses:
@@ -78,7 +40,7 @@ def cross_entropy(logits: Array, targets: Targets, *, label_smoothing: float = 0
 
 def importance_sampling(logits: Array, targets: Targets) -> RowLosses:
     """Return -advantage * p(target) / p_old(target): its gradient is the policy gradient of samples from p_old."""
-    old_logprobs, advantages = _policy_inputs(targets)
+    old_logprobs, advantages = targets.policy_inputs()
     probabilities, logprobs, _ = _softmax(logits, targets.ids)
     losses = -advantages * np.exp(logprobs - old_logprobs) * targets.weights
     return _through_logprobs(probabilities, targets.ids, losses, losses, logprobs)
@@ -86,7 +48,7 @@ def importance_sampling(logits: Array, targets: Targets) -> RowLosses:
 
 def ppo(logits: Array, targets: Targets, *, clip_range: float = 0.2) -> RowLosses:
     """Return -min(r A, clip(r, 1 - clip_range, 1 + clip_range) A), r = p(target) / p_old(target) (Schulman 2017)."""
-    old_logprobs, advantages = _policy_inputs(targets)
+    old_logprobs, advantages = targets.policy_inputs()
     probabilities, logprobs, _ = _softmax(logits, targets.ids)
     ratios = np.exp(logprobs - old_logprobs)
     free = ratios * advantages
@@ -95,9 +57,14 @@ def ppo(logits: Array, targets: Targets, *, clip_range: float = 0.2) -> RowLosse
     return _through_logprobs(probabilities, targets.ids, -np.minimum(free, clipped) * targets.weights, slopes, logprobs)
 
 
-LOSSES: Mapping[str, Loss] = MappingProxyType(
-    {"cross_entropy": cross_entropy, "importance_sampling": importance_sampling, "ppo": ppo}
-)
+LOSSES: Mapping[str, Loss] = MappingProxyType({
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", cross_entropy, {"label_smoothing": (0, 1), "z_loss": (0, math.inf)}),
+        Loss("importance_sampling", importance_sampling),
+        Loss("ppo", ppo, {"clip_range": (0, 1)}),
+    )
+})  # fmt: skip
 
 
 def _softmax(logits: Array, ids: NDArray[np.int64]) -> tuple[Array, Floats, Floats]:
@@ -111,14 +78,6 @@ def _softmax(logits: Array, ids: NDArray[np.int64]) -> tuple[Array, Floats, Floa
     logits /= totals
     log_totals = np.log(totals[:, 0].astype(np.float64))
     return logits, chosen - log_totals, log_totals + highest[:, 0]
-
-
-def _policy_inputs(targets: Targets) -> tuple[Floats, Floats]:
-    if targets.old_logprobs is None:
-        raise InvalidRequestError.of("logprobs", "must be given for a policy loss: those the tokens were sampled with")
-    if targets.advantages is None:
-        raise InvalidRequestError.of("advantages", "must be given for a policy loss: one number a token")
-    return targets.old_logprobs, targets.advantages
 
 
 def _through_logprobs(

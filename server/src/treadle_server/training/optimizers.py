@@ -6,12 +6,12 @@ Arrays are of one dtype and any shape. Options are keyword arguments; `step` cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 from treadle_plugin_api.backend import Array
+from treadle_plugin_api.optimizer import Optimizer
 
 # Numbers treated at once: temporaries of a piece stay in the second-level cache, and no tensor is ever doubled.
 PIECE = 1 << 15
@@ -85,26 +85,14 @@ def lion(
         m += (1 - beta2) * g
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """A named optimizer.
-
-    Attributes:
-        apply: one of the functions above, or one like them.
-        state_names: what its state arrays are called, each of the parameter's shape and 0 at first.
-    """
-
-    apply: Callable[..., None]
-    state_names: tuple[str, ...]
-
-
-OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
-    {
-        "adamw": Optimizer(adamw, ("first_moment", "second_moment")),
-        "sgd": Optimizer(sgd, ("velocity",)),
-        "lion": Optimizer(lion, ("momentum",)),
-    }
-)
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
+    optimizer.name: optimizer
+    for optimizer in (
+        Optimizer("adamw", adamw, ("first_moment", "second_moment")),
+        Optimizer("sgd", sgd, ("velocity",)),
+        Optimizer("lion", lion, ("momentum",)),
+    )
+})  # fmt: skip
 
 
 def _pieces(*arrays: Array) -> Iterator[tuple[Array, ...]]:

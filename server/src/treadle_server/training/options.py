@@ -1,20 +1,15 @@
-"""Options of losses and optimizers: the keyword arguments of their functions, checked before anything runs."""
+"""Options of optimizers: the keyword arguments of their functions, checked before anything runs."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
+
+from treadle_plugin_api.training_contract import keyword_options
 
 from treadle_server.errors import InvalidRequestError
 
 _COMMON = ("lr", "weight_decay")
-
-
-def keyword_options(function: Callable[..., object]) -> tuple[str, ...]:
-    """Return the names of a function's keyword-only arguments."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
 def check_options(

@@ -16,13 +16,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from treadle_plugin_api.backend import Array
 
 from treadle_server.checkpoints.config_file import read_json_object
 from treadle_server.checkpoints.safetensors_io import SafetensorsFile, write_safetensors
-from treadle_server.errors import CheckpointError
+from treadle_server.errors import CheckpointError, CheckpointWriteError
 
 _JSON_NAME, _TENSORS_NAME = "trainer_state.json", "trainer_state.safetensors"
 _FORMAT = 1
@@ -43,15 +44,24 @@ class TrainerState:
     tensors: Mapping[str, Array]
 
 
-def write_state(folder: Path, state: TrainerState) -> None:
-    """Write both files into a folder."""
+def write_state(folder: Path, state: TrainerState, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    """Write both files into a folder, and further ones by name; each is read back."""
     write_safetensors(folder / _TENSORS_NAME, state.tensors)
     settings = {"format": _FORMAT, "step": state.step, "optimizer": state.optimizer}
-    (folder / _JSON_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for name, content in {_JSON_NAME: (json.dumps(settings, indent=2) + "\n").encode(), **files}.items():
+        (folder / name).write_bytes(content)
+        if (folder / name).read_bytes() != content:
+            raise CheckpointError(f"{folder / name}: reads back different from what was written")
 
 
 def read_state(folder: Path) -> TrainerState:
     """Read both files; raises CheckpointError when they are absent or broken."""
+    step, optimizer = read_progress(folder)
+    return TrainerState(step, optimizer, _read_tensors(folder / _TENSORS_NAME))
+
+
+def read_progress(folder: Path) -> tuple[int, str]:
+    """Return the steps done and the optimizer's name; raises CheckpointError when the file is absent or broken."""
     path = folder / _JSON_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder}: has no {_JSON_NAME}: no trainer saved its state here")
@@ -59,7 +69,7 @@ def read_state(folder: Path) -> TrainerState:
     step, optimizer = settings.get("step"), settings.get("optimizer")
     if settings.get("format") != _FORMAT or not isinstance(step, int) or not isinstance(optimizer, str) or step < 0:
         raise CheckpointError(f"{path}: must have format {_FORMAT}, a step and an optimizer, but is {settings!r:.200}")
-    return TrainerState(step, optimizer, _read_tensors(folder / _TENSORS_NAME))
+    return step, optimizer
 
 
 def _read_tensors(path: Path) -> dict[str, Array]:
@@ -73,7 +83,8 @@ def _read_tensors(path: Path) -> dict[str, Array]:
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a new folder and put it in the place of `folder`, all of it or nothing.
 
-    Only a folder that a trainer saved is replaced. Raises CheckpointError.
+    Only a folder that a trainer saved is replaced. Raises CheckpointError; CheckpointWriteError when the disk takes it
+    not or not as it was.
     """
     folder = folder.absolute()
     settle(folder)
@@ -87,12 +98,14 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         for path in (*partial.iterdir(), partial):
             _flush(path)
         if folder.exists():
+            shutil.rmtree(previous, ignore_errors=True)  # of a save that was killed when its own was in place
             folder.rename(previous)
         partial.rename(folder)
         _flush(folder.parent)
         shutil.rmtree(previous, ignore_errors=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+    except (OSError, CheckpointError) as error:
+        reason = error if isinstance(error, OSError) else error.__cause__ or error
+        raise CheckpointWriteError(f"{folder}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         settle(folder)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
-from treadle_plugin_api.backend import Array
+from treadle_plugin_api.backend import Adapter, Array
+from treadle_plugin_api.decoder_config import DecoderConfig
 
+from treadle_server.checkpoints.adapters import merge_adapter, read_adapter
 from treadle_server.checkpoints.loading import Checkpoint, load_checkpoint
 from treadle_server.checkpoints.saving import save_checkpoint, to_file_tensor
 from treadle_server.checkpoints.store import ModelStore
@@ -26,41 +27,19 @@ from treadle_server.errors import CheckpointError, InvalidRequestError, Training
 from treadle_server.model.decoder import DTypeName
 from treadle_server.model.params import Params
 from treadle_server.model.trainable import TrainableDecoder
+from treadle_server.plugins import PluginManager
 from treadle_server.training.batches import FloatRows, Rows, TrainingBatch, make_batch
+from treadle_server.training.chosen_loss import choose_loss
 from treadle_server.training.gradients import Accumulator, check_finite, clip_factor
-from treadle_server.training.loss_pass import LossPass, choose_loss
-from treadle_server.training.optimizers import OPTIMIZERS
-from treadle_server.training.options import check_options
+from treadle_server.training.lora import LoraConfig, TrainedAdapter, new_adapter
+from treadle_server.training.memory import keep_freed_memory
+from treadle_server.training.parallel_pass import BlasThreads, ParallelPass
+from treadle_server.training.results import LossResult, StepResult
 from treadle_server.training.state_files import TrainerState, read_state, replace_folder, settle, write_state
+from treadle_server.training.stepping import OptimizerState, Stepper, StepSettings
+from treadle_server.training.trained import Trained, TrainedModel
 
 Reduction = Literal["mean", "sum"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    """What a batch's loss is.
-
-    Attributes:
-        loss: by `reduction`, of this batch alone.
-        reduction: `mean`: the weighted sum of the tokens' losses over the sum of their weights; `sum`: the former.
-        num_tokens: labels that counted.
-        logprobs: log-probability of each counted label, a row each, where the label stands; 0 where none was counted.
-        grad_norm: the norm of all gradients that wait for a step, before clipping; None when none were computed.
-    """
-
-    loss: float
-    reduction: str
-    num_tokens: int
-    logprobs: list[NDArray[np.float64]]
-    grad_norm: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step did: the steps done with it, and the norm of the gradients before they were clipped."""
-
-    step: int
-    grad_norm: float
 
 
 class Trainer:
@@ -77,21 +56,30 @@ class Trainer:
         checkpoint: Checkpoint,
         *,
         dtype: DTypeName = "float32",
+        plugins: PluginManager,
         optimizer: str = "adamw",
         frozen: Sequence[str] = (),
         no_decay: Sequence[str] = (),
+        adapter: Adapter | None = None,
+        recompute: bool = False,
     ) -> None:
-        if optimizer not in OPTIMIZERS:
-            raise InvalidRequestError.of("optimizer", f"must be one of {', '.join(OPTIMIZERS)}, but is {optimizer!r}")
+        keep_freed_memory()
+        self._threads = BlasThreads()
         self.step = 0
+        self._losses = plugins.losses
+        self._stepper = Stepper(plugins.optimizers, optimizer)
         self._checkpoint = checkpoint
-        self._decoder = TrainableDecoder(checkpoint.config, checkpoint.params, dtype=dtype)
-        self._file_names = {param: entry.file_name for entry in checkpoint.table for param in entry.params}
+        self._decoder = TrainableDecoder(checkpoint.config, checkpoint.params, dtype=dtype, recompute=recompute)
+        self._trained: Trained = (
+            TrainedModel(checkpoint, self._decoder, plugins.families)
+            if adapter is None
+            else TrainedAdapter(checkpoint, adapter)
+        )
+        self._file_names = {name: entry.file_name for entry in self._trained.table for name in entry.params}
         self._frozen = self._matching("frozen", frozen)
         self._no_decay = self._matching("no_decay", no_decay)
+        self._wanted = self._trained.wanted(self._trained.arrays.keys() - self._frozen)
         self._gathered = Accumulator()
-        self._optimizer_name, self._optimizer = optimizer, OPTIMIZERS[optimizer]
-        self._state: dict[str, list[Array]] = {}
 
     @classmethod
     def load(
@@ -102,15 +90,41 @@ class Trainer:
         optimizer: str = "adamw",
         frozen: Sequence[str] = (),
         no_decay: Sequence[str] = (),
+        lora: LoraConfig | None = None,
+        adapter: str | Path | None = None,
+        recompute: bool = False,
+        plugins: PluginManager | None = None,
     ) -> Self:
         """Load a model by folder or name, to be trained in float32 or float64 whatever its files hold.
 
         `frozen` and `no_decay` are patterns (`*` any text) of checkpoint tensor names: tensors that never change, and
         those that weight decay leaves alone. `load_state` goes on where a saved trainer was.
+
+        With `recompute` the backward pass runs layers again instead of keeping what was in them: less memory, same
+        bits.
+
+        With `lora` a new adapter is trained instead of the model, with `adapter` the one in that folder. Losses,
+        optimizers and model families are those of `plugins`, by default of all that are installed.
         """
+        if lora is not None and adapter is not None:
+            raise InvalidRequestError.of("lora", "must not be given beside adapter: that one has its own settings")
+        plugins = PluginManager.load() if plugins is None else plugins
         settle(Path(source))
-        with load_checkpoint(ModelStore().resolve(str(source))) as checkpoint:
-            return cls(checkpoint, dtype=dtype, optimizer=optimizer, frozen=frozen, no_decay=no_decay)
+        with load_checkpoint(ModelStore().resolve(str(source)), plugins.families) as checkpoint:
+            trained = None if lora is None else new_adapter(checkpoint, lora, dtype)
+            if adapter is not None:
+                settle(Path(adapter))
+                trained = read_adapter(Path(adapter), checkpoint, dtype)
+            return cls(
+                checkpoint,
+                dtype=dtype,
+                plugins=plugins,
+                optimizer=optimizer,
+                frozen=frozen,
+                no_decay=no_decay,
+                adapter=trained,
+                recompute=recompute,
+            )
 
     # ---- losses and gradients ---------------------------------------------------------------------------------------
 
@@ -127,7 +141,7 @@ class Trainer:
         **options: float,
     ) -> LossResult:
         """Return a batch's loss and gather no gradients; see `forward_backward`."""
-        batch = make_batch(input_ids, labels, self._decoder.config.vocab_size, weights, logprobs, advantages)
+        batch = self._batch(input_ids, labels, weights, logprobs, advantages)
         run = self._start(batch, loss, reduction, options)
         with np.errstate(all="ignore"):  # what is not finite is named below
             run.forward(saving=False)
@@ -156,13 +170,13 @@ class Trainer:
         which need `logprobs`, those the tokens were sampled with, and `advantages`. `weights`, `logprobs` and
         `advantages` have the shape of the labels.
         """
-        batch = make_batch(input_ids, labels, self._decoder.config.vocab_size, weights, logprobs, advantages)
+        batch = self._batch(input_ids, labels, weights, logprobs, advantages)
         self._gathered.check_reduction(reduction)
         run = self._start(batch, loss, reduction, options)
         with np.errstate(all="ignore"):
             run.forward(saving=True)
             self._check_loss(run)
-            grads = {name: grad for name, grad in run.backward().items() if name not in self._frozen}
+            grads = self._trained.gather(run.backward())
             check_finite(grads, self._file_names.__getitem__)
         self._gathered.add(grads, run.total_weight, reduction)
         return self._result(batch, run, reduction, self._gathered.norm())
@@ -170,7 +184,8 @@ class Trainer:
     def gradients(self) -> dict[str, Array]:
         """Return the gradients that wait for a step, before clipping, under the checkpoint's tensor names.
 
-        A tied head has none beside the embedding's; frozen tensors have none at all.
+        A tied head has none beside the embedding's; frozen tensors have none at all. Those of an adapter have PEFT's
+        names.
         """
         if self._gathered.is_empty:
             raise TrainingError("no gradients wait for a step: call forward_backward first")
@@ -180,7 +195,18 @@ class Trainer:
         """Forget the gradients that wait for a step."""
         self._gathered.clear()
 
-    def _start(self, batch: TrainingBatch, loss: str, reduction: str, options: Mapping[str, float]) -> LossPass:
+    def _batch(
+        self,
+        input_ids: Rows,
+        labels: Rows | None,
+        weights: FloatRows | None,
+        logprobs: FloatRows | None,
+        advantages: FloatRows | None,
+    ) -> TrainingBatch:
+        vocab_size, adapter = self._decoder.config.vocab_size, self._trained.adapter
+        return make_batch(input_ids, labels, vocab_size, weights, logprobs, advantages, adapter)
+
+    def _start(self, batch: TrainingBatch, loss: str, reduction: str, options: Mapping[str, float]) -> ParallelPass:
         if reduction not in ("mean", "sum"):
             raise InvalidRequestError.of("reduction", f"must be mean or sum, but is {reduction!r}")
         longest = int(np.diff(batch.batch.starts).max())
@@ -189,19 +215,21 @@ class Trainer:
             raise InvalidRequestError.of(
                 "input_ids", f"rows must have at most {config.context_length} tokens, but one has {longest}"
             )
-        return LossPass(self._decoder, batch, choose_loss(loss, options))
+        chosen = choose_loss(self._losses, loss, options)
+        return ParallelPass(self._decoder, batch, chosen, self._wanted, self._threads)
 
-    def _check_loss(self, run: LossPass) -> None:
+    def _check_loss(self, run: ParallelPass) -> None:
         if not math.isfinite(run.total_loss):
             raise TrainingError(f"the loss is {run.total_loss}: nothing was changed. {self._not_finite()}")
 
     def _not_finite(self) -> str:
-        for name, array in self._decoder.parameters.items():
+        names = {name: entry.file_name for entry in self._checkpoint.table for name in entry.params} | self._file_names
+        for name, array in {**self._decoder.parameters, **self._trained.arrays}.items():
             if not np.isfinite(array).all():
-                return f"The parameter {self._file_names[name]} is not finite; load an earlier checkpoint."
+                return f"The parameter {names[name]} is not finite; load an earlier checkpoint."
         return "Every parameter is finite: the model's numbers overflow on this batch, or the loss's inputs do."
 
-    def _result(self, batch: TrainingBatch, run: LossPass, reduction: str, grad_norm: float | None) -> LossResult:
+    def _result(self, batch: TrainingBatch, run: ParallelPass, reduction: str, grad_norm: float | None) -> LossResult:
         loss = run.total_loss / run.total_weight if reduction == "mean" else run.total_loss
         return LossResult(loss, reduction, len(batch.predicting), batch.logprobs_by_row(run.logprobs), grad_norm)
 
@@ -215,61 +243,108 @@ class Trainer:
         Options are the optimizer's: betas and eps of adamw, betas of lion, momentum of sgd. Raises TrainingError when
         no gradients wait or their norm is not finite.
         """
-        numbers = {"lr": lr, "weight_decay": weight_decay}
-        numbers |= {} if grad_clip_norm is None else {"grad_clip_norm": grad_clip_norm}
-        check_options(self._optimizer_name, self._optimizer.apply, numbers, options)
+        self.check_step(lr=lr, grad_clip_norm=grad_clip_norm, weight_decay=weight_decay, **options)
         if self._gathered.is_empty:
             raise TrainingError("no gradients wait for a step: call forward_backward first")
         norm = self._gathered.norm()
         if not math.isfinite(norm):
             raise TrainingError(f"the gradients' norm is {norm}: nothing was changed; zero_gradients forgets them")
-        self.step += 1
+        settings = StepSettings(self.step + 1, lr, weight_decay, self._no_decay, options)
         with np.errstate(all="ignore"):
-            for name, gradient in self._gathered.take(clip_factor(norm, grad_clip_norm)).items():
-                decay = 0.0 if name in self._no_decay else weight_decay
-                parameter = self._decoder.parameters[name]
-                state = self._state_of(name)
-                self._optimizer.apply(parameter, gradient, state, self.step, lr=lr, weight_decay=decay, **options)
-            self._decoder.refresh()
+            grads = self._gathered.take(clip_factor(norm, grad_clip_norm), keep=not self._stepper.is_trusted)
+            self._stepper.step(self._trained.arrays, grads, settings, self._file_names.__getitem__)
+            self._trained.refresh()
+        self._gathered.clear()
+        self.step += 1
         return StepResult(self.step, norm)
 
-    def _state_of(self, name: str) -> list[Array]:
-        if name not in self._state:
-            parameter = self._decoder.parameters[name]
-            self._state[name] = [np.zeros_like(parameter) for _ in self._optimizer.state_names]
-        return self._state[name]
+    def check_step(
+        self, *, lr: float, grad_clip_norm: float | None = None, weight_decay: float = 0.0, **options: object
+    ) -> None:
+        """Raise InvalidRequestError for arguments that `optim_step` would refuse."""
+        numbers = {"lr": lr, "weight_decay": weight_decay}
+        numbers |= {} if grad_clip_norm is None else {"grad_clip_norm": grad_clip_norm}
+        self._stepper.check(numbers, options)
 
     # ---- parameters and files ---------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, Array]:
-        """Return copies of all parameters under the checkpoint's tensor names."""
-        return {name: np.array(array) for name, array in self._to_file(self._decoder.parameters).items()}
+        """Return copies of all parameters under the checkpoint's tensor names; of an adapter's, under PEFT's."""
+        return {name: np.array(array) for name, array in self._to_file(self._trained.arrays).items()}
 
-    def save(self, path: str | Path, *, dtype: str | None = None) -> None:
+    @property
+    def config(self) -> DecoderConfig:
+        """What the model is."""
+        return self._decoder.config
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers of the model, tied ones counted once."""
+        return sum(array.size for array in self._decoder.parameters.values())
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Numbers that steps change."""
+        return sum(array.size for name, array in self._trained.arrays.items() if name not in self._frozen)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a step."""
+        return not self._gathered.is_empty
+
+    def save(
+        self, path: str | Path, *, dtype: str | None = None, files: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
         """Write a model folder that any server loads, with the optimizer's state in files of its own beside it.
+
+        Where an adapter is trained it is the adapter's folder in PEFT's layout; `save_merged` writes the whole model.
 
         The folder appears complete or not at all, and replaces none but one that a trainer saved. `dtype` rounds the
         model's files (`bfloat16`); training goes on from the exact numbers nevertheless. Gradients that wait for a step
-        are not saved. Raises CheckpointError.
+        are not saved. `files` are further ones to write beside, by name. Raises CheckpointError.
         """
+        stored = self._stored(dtype)
+        tensors = self._stepper.tensors()
+        if stored != self._decoder.dtype.name:
+            tensors |= {f"weight/{name}": array for name, array in self._trained.arrays.items()}
+        state = TrainerState(self.step, self._stepper.name, tensors)
+
+        def write(folder: Path) -> None:
+            self._trained.write(folder, stored)
+            write_state(folder, state, files)
+
+        replace_folder(Path(path), write)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write the weights alone into a new folder, for a server to load. Raises CheckpointError."""
+        self._trained.write(Path(path), self._decoder.dtype.name)
+
+    def save_merged(self, path: str | Path, *, dtype: str | None = None) -> None:
+        """Write a whole model, the adapter added to its weights, into a folder that must not be there yet.
+
+        Raises CheckpointError.
+        """
+        if Path(path).exists():
+            raise CheckpointError(f"{path}: exists; a merged model replaces nothing, name another")
+        stored, params = self._stored(dtype), Params.from_arrays(self._decoder.parameters)
+        if self._trained.adapter is not None:
+            params = merge_adapter(params, self._trained.adapter)
+        replace_folder(Path(path), lambda folder: save_checkpoint(folder, self._checkpoint, params, stored))
+
+    def _stored(self, dtype: str | None) -> str:
         stored = self._decoder.dtype.name if dtype is None else dtype
         if stored not in ("float64", "float32", "float16", "bfloat16"):
             raise InvalidRequestError.of("dtype", f"must be float64, float32, float16 or bfloat16, but is {dtype!r}")
-        params = Params.from_arrays(self._decoder.parameters)
-        tensors = {
-            f"{state_name}/{name}": array
-            for name, arrays in self._state.items()
-            for state_name, array in zip(self._optimizer.state_names, arrays, strict=True)
-        }
-        if stored != self._decoder.dtype.name:
-            tensors |= {f"weight/{name}": array for name, array in self._decoder.parameters.items()}
-        state = TrainerState(self.step, self._optimizer_name, tensors)
+        return stored
 
-        def write(folder: Path) -> None:
-            save_checkpoint(folder, self._checkpoint, params, stored)
-            write_state(folder, state)
+    def load_weights(self, path: str | Path) -> None:
+        """Take the weights of a folder that a trainer saved and begin anew: step 0, no optimizer state.
 
-        replace_folder(Path(path), write)
+        Raises CheckpointError when the folder holds another model.
+        """
+        folder = Path(path)
+        settle(folder)
+        self._take(self._trained.read(folder, _exact(read_state(folder))), 0, {})
 
     def load_state(self, path: str | Path) -> None:
         """Go on where the trainer was that saved this folder: its parameters, step and optimizer state.
@@ -279,51 +354,27 @@ class Trainer:
         folder = Path(path)
         settle(folder)
         state = read_state(folder)
-        if state.optimizer != self._optimizer_name:
+        if state.optimizer != self._stepper.name:
             raise TrainingError(
-                f"{folder} has the state of {state.optimizer}, but this trainer's is {self._optimizer_name}"
+                f"{folder} has the state of {state.optimizer}, but this trainer's is {self._stepper.name}"
             )
-        loaded = self._read_parameters(folder, state)
-        optimizer_state = self._read_optimizer_state(folder, state)
-        for name, array in loaded.items():
-            self._decoder.parameters[name][...] = array
-        self._decoder.refresh()
+        loaded = self._trained.read(folder, _exact(state))
+        optimizer_state = self._stepper.read(folder, state.tensors, self._trained.arrays, self._file_names.__getitem__)
+        self._take(loaded, state.step, optimizer_state)
+
+    def _take(self, arrays: Mapping[str, Array], step: int, optimizer_state: OptimizerState) -> None:
+        for name, array in arrays.items():
+            self._trained.arrays[name][...] = array
+        self._trained.refresh()
         self._gathered.clear()
-        self.step, self._state = state.step, optimizer_state
-
-    def _read_parameters(self, folder: Path, state: TrainerState) -> dict[str, Array]:
-        with load_checkpoint(folder) as checkpoint:
-            parameters = self._decoder.parameters
-            shapes = {name: weight.shape for name, weight in checkpoint.params.items()}
-            if shapes != {name: array.shape for name, array in parameters.items()}:
-                raise CheckpointError(f"{folder}: is another model: its tensors differ in names or shapes")
-            loaded = {name: np.empty_like(array) for name, array in parameters.items()}
-            for name, array in loaded.items():
-                exact = state.tensors.get(f"weight/{name}")
-                if exact is not None and exact.shape == array.shape:
-                    array[...] = exact
-                else:
-                    checkpoint.params[name].read_into(array)
-        return loaded
-
-    def _read_optimizer_state(self, folder: Path, state: TrainerState) -> dict[str, list[Array]]:
-        arrays: dict[str, list[Array]] = {}
-        for name, parameter in self._decoder.parameters.items():
-            found = [state.tensors.get(f"{state_name}/{name}") for state_name in self._optimizer.state_names]
-            kept = [array.astype(parameter.dtype) for array in found if array is not None]
-            if not kept:
-                continue  # frozen, or no step was done
-            if len(kept) < len(found) or any(array.shape != parameter.shape for array in kept):
-                raise CheckpointError(f"{folder}: the optimizer's state of {self._file_names[name]} does not fit")
-            arrays[name] = kept
-        return arrays
+        self.step, self._stepper.state = step, optimizer_state
 
     # ---- names ------------------------------------------------------------------------------------------------------
 
     def _to_file(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Return arrays of canonical names as the tensors of the checkpoint's files."""
         weights = Params.from_arrays(arrays)
-        entries = [entry for entry in self._checkpoint.table if all(param in weights for param in entry.params)]
+        entries = [entry for entry in self._trained.table if all(param in weights for param in entry.params)]
         return {entry.file_name: to_file_tensor(entry, weights) for entry in entries}
 
     def _matching(self, field: str, patterns: Sequence[str]) -> frozenset[str]:
@@ -334,3 +385,8 @@ class Trainer:
         return frozenset(
             param for param, name in self._file_names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
         )
+
+
+def _exact(state: TrainerState) -> dict[str, Array]:
+    """Return the trained numbers that a saved folder's own files have rounded."""
+    return {name.removeprefix("weight/"): one for name, one in state.tensors.items() if name.startswith("weight/")}
