@@ -51,8 +51,8 @@ def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
 @pytest.mark.parametrize(
     "command",
     [
-        "generate '猫 追'",
-        "generate '猫 追' --json",
+        "generate '猫 追' -m cat-mouse",
+        "generate '猫 追' -m cat-mouse --json",
         "models",
         "models --json",
         "plugins",
@@ -93,10 +93,10 @@ def test_stdin_that_holds_no_text_is_named(
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_json_is_exact_in_every_encoding(encoding: str) -> None:
     """Where stdout's encoding is not UTF-8 JSON escapes what is not ASCII; plain text has question marks."""
-    done = shell("treadle generate '猫 追' --json", PYTHONIOENCODING=encoding)
+    done = shell("treadle generate '猫 追' -m cat-mouse --json", PYTHONIOENCODING=encoding)
     assert json.loads(done.stdout)["choices"][0]["text"] == " 老鼠"
     assert (b"\\u8001" in done.stdout) is (encoding != "utf-8")
-    plain = shell("treadle generate '猫 追'", PYTHONIOENCODING=encoding).stdout.decode()
+    plain = shell("treadle generate '猫 追' -m cat-mouse", PYTHONIOENCODING=encoding).stdout.decode()
     assert plain == (" 老鼠\n" if encoding == "utf-8" else " ??\n")
 
 

@@ -85,7 +85,8 @@ class FakeServicer(
     def __init__(self, script: Script) -> None:
         self.script = script
         unary = ("Generate", "Score", "Tokenize", "Detokenize", "ListModels", "GetModel", "ListSamplers")
-        for name in (*unary, "GetServerInfo", "GetLoad", "PreviewSampling"):
+        changes = ("LoadModel", "UnloadModel", "UpdateWeights", "LoadAdapter", "UnloadAdapter", "ListAdapters")
+        for name in (*unary, *changes, "GetServerInfo", "GetLoad", "PreviewSampling"):
             setattr(self, name, self._reply(name))
 
     def _reply(self, name: str) -> Callable[[ProtoMessage, grpc.ServicerContext], ProtoMessage]:

@@ -15,8 +15,9 @@ from treadle_server.language_model.presets import PRESETS
 from treadle_server.service.embedded import embedded_server
 
 README = (Path(__file__).parents[2] / "clients" / "python" / "README.md").read_text("utf-8")
-# The one with an address and certificates that a reader has to fill in is left out.
-EXAMPLES = [text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "example.org" not in text]
+# The one with an address and certificates that a reader has to fill in is left out, and the one that needs a trainer.
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+EXAMPLES = [text for text in BLOCKS if "example.org" not in text and "TrainingClient" not in text]
 
 RESULTS = re.findall(r"^\| (`[A-Z]\w+` \| `[a-z].*) \|$", README, re.MULTILINE)
 

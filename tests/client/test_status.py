@@ -58,6 +58,14 @@ def test_violations_and_reason_are_decoded(client: Client, script: Any, failure:
     assert (caught.value.reason, caught.value.metadata) == ("BAD_FIELDS", {"request_id": "r1"})
 
 
+def test_a_stream_read_too_slowly_is_no_full_queue(client: Client, script: Any, failure: Any) -> None:
+    """Both are RESOURCE_EXHAUSTED; the reason tells them apart, and nothing is tried again."""
+    info = error_details_pb2.ErrorInfo(reason="READER_TOO_SLOW", domain="treadle")
+    script.failures.append(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "the reader took nothing", (info,)))
+    with pytest.raises(treadle_client.SlowReaderError, match="the reader took nothing"):
+        client.generate("a")
+
+
 def _status_with(type_url: str, value: bytes) -> bytes:
     detail = any_pb2.Any(type_url=type_url, value=value)
     return status_pb2.Status(code=3, message="bad", details=[detail]).SerializeToString()

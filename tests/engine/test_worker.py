@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,19 @@ def test_closing_a_model_ends_its_streams(tiny_folder: Path) -> None:
         list(stream)
     with pytest.raises(UnavailableError):
         model.generate([5])
+
+
+def test_a_closed_model_is_freed(tiny_folder: Path) -> None:
+    """The thread that goes on for other models keeps nothing of one that is gone."""
+    worker = EngineWorker()
+    model = LanguageModel.load(tiny_folder, worker=worker)
+    model.generate([5], max_tokens=2)
+    weights = weakref.ref(model.engine.weights)
+    model.close()
+    del model
+    worker.call(gc.collect).result()
+    assert weights() is None
+    worker.close()
 
 
 def test_two_models_share_one_thread(tiny_folder: Path) -> None:

@@ -18,7 +18,7 @@ from treadle_client import (
     ServerInternalError,
 )
 from treadle_protos.v1 import generation_pb2 as pb
-from treadle_protos.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc, value_pb2
+from treadle_protos.v1 import generation_pb2_grpc, value_pb2
 from treadle_server.config import ServerConfig
 from treadle_server.service.embedded import embedded_server
 
@@ -187,14 +187,6 @@ def test_unknown_model_is_not_found(client: Client) -> None:
     """The error lists the models there are."""
     with pytest.raises(NotFoundError, match="overflowing, tiny"):
         client.generate("a", model="nope")
-
-
-def test_unsupported_rpcs_say_so(channel: grpc.Channel) -> None:
-    """What is not there yet answers UNIMPLEMENTED."""
-    stub = model_pb2_grpc.ModelServiceStub(channel)
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.LoadModel(model_pb2.LoadModelRequest(model="x"))
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_deadline_ends_the_work(client: Client) -> None:

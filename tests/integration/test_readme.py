@@ -183,7 +183,7 @@ def test_select_beside_temperature_0_is_refused(tmp_path: Path) -> None:
         "@hookimpl\ndef treadle_register_stages(register):\n    register(Last)\n"
     )
     save(tmp_path, "stages/last.py", select)
-    command = "treadle generate 猫 --max-tokens 1 --plugin-dir stages --stage last"
+    command = "treadle generate 猫 -m cat-mouse --max-tokens 1 --plugin-dir stages --stage last"
     assert shell(command, tmp_path) == " 爱\n"
     refused = subprocess.run(
         ["bash", "-c", command + " --temperature 0"], cwd=tmp_path, capture_output=True, check=False, env=environment()

@@ -187,7 +187,7 @@ WRONG = {
     "trace: long name": (pb.TraceRequest(model="tiny", text="a", what=["*a" * 1000]), "what[0]", "2000"),
     "preview: nothing": (pb.PreviewSamplingRequest(model="tiny"), "prompt", "logits"),
     "preview: no model": (pb.PreviewSamplingRequest(text="a"), "model", "overflowing, tiny"),
-    "preview: adapter": (pb.PreviewSamplingRequest(text="a", adapter="x"), "adapter", "'x'"),
+    "preview: adapter": (pb.PreviewSamplingRequest(model="tiny", text="a", adapter="x"), "adapter", "'x'"),
     "preview: no logits": (pb.PreviewSamplingRequest(logits=pb.Logits()), "logits", "at least one"),
     "preview: nan": (pb.PreviewSamplingRequest(logits=pb.Logits(values=[1, NAN])), "logits[1]", "nan"),
     "preview: preset": (pb.PreviewSamplingRequest(logits=pb.Logits(values=[1]), preset="x"), "preset", "creative"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,3 +167,23 @@ def test_what_is_no_list_is_refused(model: LanguageModel, keywords: dict) -> Non
     """A number in place of a list names the field."""
     with pytest.raises(InvalidRequestError, match="must be a list, got 5"):
         model.trace([5], **keywords)
+
+
+def test_streams_go_on_while_a_trace_runs(tiny_folder: Path, begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two parts of the pass, the end over the vocabulary included, the engines have their turns."""
+    monkeypatch.setattr("treadle_server.language_model.trace._TURN_S", 0.0)
+    with LanguageModel.load(tiny_folder, numerics="reproducible") as model:
+        quiet = model.trace([7] * 100)
+        alone = model.generate([5, 6], max_tokens=120, ignore_eos=True, seed=2)
+        running = begin(model, [5, 6], max_tokens=120, ignore_eos=True, seed=2)
+
+        def trace() -> tuple[int, Trace]:
+            before = model.engine.num_generated_tokens
+            traced = model._tracer._trace([7] * 100, frozenset(quiet), None)
+            return model.engine.num_generated_tokens - before, traced
+
+        num_tokens, traced = model.call(trace).result()
+        assert num_tokens > 20  # two layers with some 20 parts each
+        assert running.finish().choices[0].token_ids == alone.choices[0].token_ids
+        for name, array in traced.items():
+            np.testing.assert_array_equal(array, quiet[name])

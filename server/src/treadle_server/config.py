@@ -13,12 +13,41 @@ from treadle_server.errors import ConfigError
 DEFAULT_PORT = 7433
 
 
-class ServerConfig(BaseModel):
-    """Settings of `treadle serve`. A key that is not listed here is refused."""
+class SecurityConfig(BaseModel):
+    """Settings of every server: where it listens, and who may do what there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field("127.0.0.1", description="address to listen on")
+    tls_certificate: Path | None = Field(None, description="PEM file of the certificate and its chain; turns TLS on")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's key, closed to other users")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of who signs clients' certificates; clients without one are refused (mutual TLS)"
+    )
+    token_file: Path | None = Field(None, description="file of bearer tokens, closed to other users")
+    insecure: bool = Field(False, description="whether to listen beyond this machine in plain text")
+    max_requests_per_client: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="requests of one client under way; no limit if unset"
+    )
+    max_request_entries: Annotated[int, Field(ge=1)] = Field(
+        1 << 20, description="entries of all lists and maps of a message together, in a request"
+    )
+
+
+class ObservedConfig(SecurityConfig):
+    """Settings of every server about what it shows of itself."""
+
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        None, description="port for Prometheus metrics, on the same host; none if unset, 0 takes a free one"
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="OTLP collector of traces, such as http://localhost:4317; none if unset", min_length=1
+    )
+
+
+class ServerConfig(ObservedConfig):
+    """Settings of `treadle serve`. A key that is not listed here is refused."""
+
     port: Annotated[int, Field(ge=0, le=65535)] = Field(DEFAULT_PORT, description="port; 0 takes a free one")
     backend: str = Field("auto", description="compute backend")
     dtype: Literal["float32", "float64"] = Field("float32", description="number type of the arithmetic")
@@ -37,8 +66,17 @@ class ServerConfig(BaseModel):
     max_kv_bytes: Annotated[int, Field(ge=1 << 16)] = Field(
         4 << 30, description="memory for keys and values in bytes, a model"
     )
+    max_prefix_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        512 << 20, description="memory for keys and values of earlier texts in bytes, a model; 0 keeps none"
+    )
     max_stage_s: Annotated[float, Field(gt=0)] = Field(
         0.05, description="seconds that a sampler stage may take for a row; slower calls are counted and logged"
+    )
+    max_buffered_tokens: Annotated[int, Field(ge=1)] = Field(
+        1024, description="tokens, likely ones listed included, that may wait for the reader of a stream"
+    )
+    max_stall_s: Annotated[float, Field(gt=0)] = Field(
+        60.0, description="seconds that a reader may take nothing while so many wait; its stream is then ended"
     )
     max_choices: Annotated[int, Field(ge=1)] = Field(128, description="largest n of a request")
     max_top_logprobs: Annotated[int, Field(ge=0)] = Field(128, description="most likely tokens listed at a position")
@@ -46,6 +84,12 @@ class ServerConfig(BaseModel):
     max_trace_tokens: Annotated[int, Field(ge=1)] = Field(512, description="tokens of a traced prompt")
     max_trace_bytes: Annotated[int, Field(ge=1)] = Field(
         256 << 20, description="memory for the intermediates of a trace in bytes; two traces run at once"
+    )
+    model_roots: tuple[Path, ...] = Field(
+        (), description="folders under which RPCs may name models, weights and adapters; none are taken if unset"
+    )
+    adapters: dict[str, dict[str, Path]] = Field(
+        default_factory=dict, description="folders of each served model's adapters, by model and adapter name"
     )
     drafts: dict[str, str] = Field(
         default_factory=dict, description="draft model of each served model that has one, by the served model's name"

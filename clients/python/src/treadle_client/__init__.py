@@ -8,7 +8,8 @@
 
 from treadle_client._async_client import AsyncClient
 from treadle_client._async_stream import AsyncStream
-from treadle_client._channel import DEFAULT_TARGET, TlsOptions
+from treadle_client._async_training import AsyncMetricsStream, AsyncTrainingClient
+from treadle_client._channel import DEFAULT_TARGET, DEFAULT_TRAINER_TARGET, TlsOptions
 from treadle_client._client import Client
 from treadle_client._exceptions import (
     ClientClosedError,
@@ -21,6 +22,7 @@ from treadle_client._exceptions import (
     QueueFullError,
     RequestCancelledError,
     ServerInternalError,
+    SlowReaderError,
     TreadleClientError,
     UnauthenticatedError,
     UnavailableError,
@@ -28,6 +30,7 @@ from treadle_client._exceptions import (
     Violation,
 )
 from treadle_client._models import (
+    Adapter,
     Choice,
     Chunk,
     Finish,
@@ -55,11 +58,29 @@ from treadle_client._models import (
 from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, StageLike
 from treadle_client._stream import Stream
 from treadle_client._tensors import Tensor
+from treadle_client._training import MetricsStream, TrainingClient
+from treadle_client._training_models import (
+    Checkpoint,
+    LoadedCheckpoint,
+    LossResult,
+    OptimStepResult,
+    Publication,
+    RowLike,
+    StepMetrics,
+    TrainingRow,
+    TrainingState,
+    TrainingStepResult,
+)
 
 __all__ = [
     "DEFAULT_TARGET",
+    "DEFAULT_TRAINER_TARGET",
+    "Adapter",
     "AsyncClient",
+    "AsyncMetricsStream",
     "AsyncStream",
+    "AsyncTrainingClient",
+    "Checkpoint",
     "Choice",
     "Chunk",
     "Client",
@@ -71,11 +92,15 @@ __all__ = [
     "GenerationOptions",
     "InvalidArgumentError",
     "Limits",
+    "LoadedCheckpoint",
+    "LossResult",
     "Message",
     "MessageTooLargeError",
+    "MetricsStream",
     "Model",
     "ModelLoad",
     "NotFoundError",
+    "OptimStepResult",
     "PermissionDeniedError",
     "Plugin",
     "Preview",
@@ -83,15 +108,19 @@ __all__ = [
     "PreviewStage",
     "Prompt",
     "PromptInfo",
+    "Publication",
     "QueueFullError",
     "RequestCancelledError",
+    "RowLike",
     "Sampler",
     "Samplers",
     "Score",
     "ServerInfo",
     "ServerInternalError",
+    "SlowReaderError",
     "Stage",
     "StageLike",
+    "StepMetrics",
     "Stream",
     "Tensor",
     "Timings",
@@ -100,6 +129,10 @@ __all__ = [
     "TokenLogprob",
     "TopLogprob",
     "Trace",
+    "TrainingClient",
+    "TrainingRow",
+    "TrainingState",
+    "TrainingStepResult",
     "TreadleClientError",
     "UnauthenticatedError",
     "UnavailableError",

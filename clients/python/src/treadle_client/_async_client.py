@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
-import grpc
-import grpc.aio
 from treadle_protos.v1 import model_pb2, sampler_pb2, server_pb2
 
 from treadle_client import _convert
+from treadle_client._async_base import BaseAsyncClient
 from treadle_client._async_stream import AsyncStream
-from treadle_client._channel import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    DEFAULT_TARGET,
-    Connection,
-    Stubs,
-    TlsOptions,
-    says_serving,
-)
-from treadle_client._client import POLL_S
-from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
 from treadle_client._models import (
+    Adapter,
     Generation,
     Message,
     Model,
@@ -37,36 +25,10 @@ from treadle_client._models import (
     Trace,
 )
 from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, make_preview_request
-from treadle_client._retry import Attempts
-from treadle_client._status import from_rpc_error
 
 
-class AsyncClient:
+class AsyncClient(BaseAsyncClient):
     """`Client` for asyncio: the same arguments, methods and errors. It belongs to the event loop of its first call."""
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        token: str | None = None,
-        tls: TlsOptions | None = None,
-        timeout_s: float | None = None,
-        retries: int = 2,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._connection = Connection(
-            target=target,
-            token=token,
-            tls=tls,
-            timeout_s=timeout_s,
-            retries=retries,
-            max_message_bytes=max_message_bytes,
-        )
-        self._clock = time.monotonic
-        self._sleep = asyncio.sleep
-        self._closed = False
-        self._channel: Any = None  # opened by the first call: a channel belongs to the loop that runs then
-        self._stubs: Stubs | None = None
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **knobs: Unpack[GenerationOptions]
@@ -162,9 +124,59 @@ class AsyncClient:
 
     async def get_model(self, model: str | None = None, *, timeout_s: float | None = None) -> Model:
         """As `Client.get_model`."""
-        request = _convert.get_model_request(model=model)
+        request = _convert.make_request(model_pb2.GetModelRequest, model=model)
         response = await self._call(self._open_stubs().model.GetModel, request, timeout_s)
         return _convert.model_from_proto(response.model)
+
+    async def load_model(self, source: str, *, name: str | None = None, timeout_s: float | None = None) -> Model:
+        """As `Client.load_model`."""
+        request = _convert.make_request(model_pb2.LoadModelRequest, source=source, model=name)
+        response = await self._change(self._open_stubs().model.LoadModel, request, timeout_s)
+        return _convert.model_from_proto(response.model)
+
+    async def unload_model(self, model: str, *, timeout_s: float | None = None) -> None:
+        """As `Client.unload_model`."""
+        request = _convert.make_request(model_pb2.UnloadModelRequest, model=model)
+        await self._change(self._open_stubs().model.UnloadModel, request, timeout_s)
+
+    async def update_weights(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        label: str | None = None,
+        expected_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `Client.update_weights`."""
+        request = _convert.make_request(
+            model_pb2.UpdateWeightsRequest,
+            path=os.fspath(path),
+            model=model,
+            label=label,
+            expected_version=expected_version,
+        )
+        response = await self._change(self._open_stubs().model.UpdateWeights, request, timeout_s)
+        return int(response.weight_version)
+
+    async def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, model: str | None = None, timeout_s: float | None = None
+    ) -> Adapter:
+        """As `Client.load_adapter`."""
+        request = _convert.make_request(model_pb2.LoadAdapterRequest, adapter=name, path=os.fspath(path), model=model)
+        response = await self._change(self._open_stubs().model.LoadAdapter, request, timeout_s)
+        return _convert.adapter_from_proto(response.adapter)
+
+    async def unload_adapter(self, name: str, *, model: str | None = None, timeout_s: float | None = None) -> None:
+        """As `Client.unload_adapter`."""
+        request = _convert.make_request(model_pb2.UnloadAdapterRequest, adapter=name, model=model)
+        await self._change(self._open_stubs().model.UnloadAdapter, request, timeout_s)
+
+    async def list_adapters(self, *, model: str | None = None, timeout_s: float | None = None) -> tuple[Adapter, ...]:
+        """As `Client.list_adapters`."""
+        request = _convert.make_request(model_pb2.ListAdaptersRequest, model=model)
+        response = await self._call(self._open_stubs().model.ListAdapters, request, timeout_s)
+        return tuple(map(_convert.adapter_from_proto, response.adapters))
 
     async def list_samplers(self, *, timeout_s: float | None = None) -> Samplers:
         """As `Client.list_samplers`."""
@@ -182,64 +194,6 @@ class AsyncClient:
         """As `Client.get_load`."""
         response = await self._call(self._open_stubs().server.GetLoad, server_pb2.GetLoadRequest(), timeout_s)
         return _convert.load_from_proto(response)
-
-    async def wait_ready(self, timeout_s: float | None = None) -> None:
-        """As `Client.wait_ready`."""
-        attempts = self._attempts(timeout_s)
-        while not await self._is_serving(attempts):
-            await self._sleep(POLL_S)
-
-    async def close(self) -> None:
-        """As `Client.close`."""
-        self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    def _open_stubs(self) -> Stubs:
-        if self._closed:
-            raise ClientClosedError("the client is closed")
-        if self._stubs is None:
-            self._channel = self._connection.open(grpc.aio)
-            self._stubs = Stubs(self._channel)
-        return self._stubs
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return self._connection.attempts(timeout_s, self._clock)
-
-    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        """Call a unary RPC, again where the server asks for it."""
-        attempts = self._attempts(timeout_s)
-        while True:
-            try:
-                return await method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, attempts.timeout_s)
-                delay_s = attempts.next_delay_s(failure)
-                if delay_s is None:
-                    raise failure from error
-            await self._sleep(delay_s)
-
-    async def _is_serving(self, attempts: Attempts) -> bool:
-        try:
-            reply = await self._open_stubs().health_check(
-                b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
-            if isinstance(failure, UnavailableError):
-                return False
-            if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
-                return True
-            raise failure from error
-        return says_serving(reply)
 
 
 def _collected(method: Any) -> Callable[..., Awaitable[list[Any]]]:

@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import grpc
-from treadle_protos.v1 import generation_pb2_grpc, model_pb2_grpc, sampler_pb2_grpc, server_pb2_grpc, trace_pb2_grpc
+from treadle_protos.v1 import (
+    generation_pb2_grpc,
+    model_pb2_grpc,
+    sampler_pb2_grpc,
+    server_pb2_grpc,
+    trace_pb2_grpc,
+    training_pb2_grpc,
+)
 
 from treadle_client._exceptions import InvalidArgumentError, Violation
 from treadle_client._fields import refuse, to_float, to_int, to_text
 from treadle_client._retry import Attempts
 
 DEFAULT_TARGET: Final = "127.0.0.1:7433"
+DEFAULT_TRAINER_TARGET: Final = "127.0.0.1:7434"
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 _MAX_INT32: Final = 2**31 - 1  # gRPC holds message limits in 32 bits
 _MAX_TIMEOUT_S: Final = 1e9  # gRPC's clock overflows far above; 31 years are as good as none
@@ -75,10 +83,11 @@ class Connection:
         """What goes with each call: the token, where there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
-    def attempts(self, timeout_s: float | None, clock: Callable[[], float]) -> Attempts:
-        """Start to count the tries and seconds of one call; None takes the client's own timeout."""
+    def attempts(self, timeout_s: float | None, clock: Callable[[], float], retries: int | None = None) -> Attempts:
+        """Start to count the tries and seconds of one call; None takes the client's own timeout, or retries."""
         given = self.timeout_s if timeout_s is None else timeout_s
-        return Attempts(retries=self.retries, timeout_s=check_timeout(given), clock=clock)
+        allowed = self.retries if retries is None else retries
+        return Attempts(retries=allowed, timeout_s=check_timeout(given), clock=clock)
 
     def open(self, grpc_module: Any) -> Any:
         """Open the channel, of `grpc` or of `grpc.aio`."""
@@ -158,6 +167,7 @@ class Stubs:
         self.sampler = over_channel(sampler_pb2_grpc.SamplerServiceStub)
         self.server = over_channel(server_pb2_grpc.ServerServiceStub)
         self.trace = over_channel(trace_pb2_grpc.TraceServiceStub)
+        self.training = over_channel(training_pb2_grpc.TrainingServiceStub)
         self.health_check = channel.unary_unary(_HEALTH_CHECK)
 
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Unpack
 
-import grpc
 from treadle_protos.v1 import model_pb2, sampler_pb2, server_pb2
 
 from treadle_client import _convert
-from treadle_client._channel import (
-    DEFAULT_MAX_MESSAGE_BYTES,
-    DEFAULT_TARGET,
-    Connection,
-    Stubs,
-    TlsOptions,
-    says_serving,
-)
-from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
+from treadle_client._base import BaseClient
 from treadle_client._models import (
+    Adapter,
     Generation,
     Message,
     Model,
@@ -33,14 +24,10 @@ from treadle_client._models import (
     Trace,
 )
 from treadle_client._options import GenerationOptions, PreviewOptions, Prompt, make_preview_request
-from treadle_client._retry import Attempts
-from treadle_client._status import from_rpc_error
 from treadle_client._stream import Stream
 
-POLL_S: Final = 0.1  # how often `wait_ready` asks a server that is loading
 
-
-class Client:
+class Client(BaseClient):
     """A connection to a treadle server; use it as a context manager, or close it. Threads may share it.
 
     Every call takes `timeout_s`: seconds for it, retries included; None takes the client's own, infinity sets no limit.
@@ -51,33 +38,9 @@ class Client:
         tls: how to speak TLS; None for plain text.
         timeout_s: seconds for each call that names none; None for no limit.
         retries: how often a call is repeated that the server's full queue refused, after as long as the server says, or
-            that reached no server; a stream only while nothing of it was received.
+            that reached no server; a stream only while nothing of it was received, and never what changes the server.
         max_message_bytes: largest message to send or take.
     """
-
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        token: str | None = None,
-        tls: TlsOptions | None = None,
-        timeout_s: float | None = None,
-        retries: int = 2,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-    ) -> None:
-        self._connection = Connection(
-            target=target,
-            token=token,
-            tls=tls,
-            timeout_s=timeout_s,
-            retries=retries,
-            max_message_bytes=max_message_bytes,
-        )
-        self._clock = time.monotonic
-        self._sleep = time.sleep
-        self._closed = False
-        self._channel: Any = self._connection.open(grpc)
-        self._stubs = Stubs(self._channel)
 
     def stream(self, prompt: Prompt, *, timeout_s: float | None = None, **knobs: Unpack[GenerationOptions]) -> Stream:
         """Generate, chunk by chunk.
@@ -198,8 +161,79 @@ class Client:
 
     def get_model(self, model: str | None = None, *, timeout_s: float | None = None) -> Model:
         """Return one served model; the name may be left out when the server has one only."""
-        request = _convert.get_model_request(model=model)
+        request = _convert.make_request(model_pb2.GetModelRequest, model=model)
         return _convert.model_from_proto(self._call(self._open_stubs().model.GetModel, request, timeout_s).model)
+
+    def load_model(self, source: str, *, name: str | None = None, timeout_s: float | None = None) -> Model:
+        """Load a model into the server and return it; it goes on loading when the timeout passes.
+
+        Args:
+            source: name of a model in the server's store, or the absolute path of a folder that the server allows.
+            name: what requests will call it; the folder's name when None.
+            timeout_s: see the class.
+        """
+        request = _convert.make_request(model_pb2.LoadModelRequest, source=source, model=name)
+        return _convert.model_from_proto(self._change(self._open_stubs().model.LoadModel, request, timeout_s).model)
+
+    def unload_model(self, model: str, *, timeout_s: float | None = None) -> None:
+        """Unload a model: it takes no new requests, and those under way finish within the server's grace period."""
+        request = _convert.make_request(model_pb2.UnloadModelRequest, model=model)
+        self._change(self._open_stubs().model.UnloadModel, request, timeout_s)
+
+    def update_weights(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        label: str | None = None,
+        expected_version: int | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Replace a model's weights by those of a folder between two steps, and return their version.
+
+        Requests under way finish on the weights they began with.
+
+        Args:
+            path: absolute path of the new checkpoint's folder, which the server must allow.
+            model: name of a served model; may be left out when the server has one only.
+            label: kept with the version, for people.
+            expected_version: refuses the update, as a ConflictError, unless this is the version now served.
+            timeout_s: see the class.
+        """
+        request = _convert.make_request(
+            model_pb2.UpdateWeightsRequest,
+            path=os.fspath(path),
+            model=model,
+            label=label,
+            expected_version=expected_version,
+        )
+        return int(self._change(self._open_stubs().model.UpdateWeights, request, timeout_s).weight_version)
+
+    def load_adapter(
+        self, name: str, path: str | os.PathLike[str], *, model: str | None = None, timeout_s: float | None = None
+    ) -> Adapter:
+        """Load a LoRA adapter, in place of one of the same name; requests under way keep the one they began with.
+
+        Args:
+            name: what requests will call it, as `adapter`.
+            path: absolute path of its folder, in PEFT's layout, which the server must allow.
+            model: name of the model it changes; may be left out when the server has one only.
+            timeout_s: see the class.
+        """
+        request = _convert.make_request(model_pb2.LoadAdapterRequest, adapter=name, path=os.fspath(path), model=model)
+        response = self._change(self._open_stubs().model.LoadAdapter, request, timeout_s)
+        return _convert.adapter_from_proto(response.adapter)
+
+    def unload_adapter(self, name: str, *, model: str | None = None, timeout_s: float | None = None) -> None:
+        """Unload an adapter; requests under way keep it."""
+        request = _convert.make_request(model_pb2.UnloadAdapterRequest, adapter=name, model=model)
+        self._change(self._open_stubs().model.UnloadAdapter, request, timeout_s)
+
+    def list_adapters(self, *, model: str | None = None, timeout_s: float | None = None) -> tuple[Adapter, ...]:
+        """Return the loaded adapters of a model; its name may be left out when the server has one only."""
+        request = _convert.make_request(model_pb2.ListAdaptersRequest, model=model)
+        response = self._call(self._open_stubs().model.ListAdapters, request, timeout_s)
+        return tuple(map(_convert.adapter_from_proto, response.adapters))
 
     def list_samplers(self, *, timeout_s: float | None = None) -> Samplers:
         """Return the server's sampler stages and plugins."""
@@ -215,64 +249,6 @@ class Client:
         """Return how busy each model is now."""
         response = self._call(self._open_stubs().server.GetLoad, server_pb2.GetLoadRequest(), timeout_s)
         return _convert.load_from_proto(response)
-
-    def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until the server answers and has loaded its models.
-
-        Raises:
-            DeadlineExceededError: when it is not ready in time.
-        """
-        attempts = self._attempts(timeout_s)
-        while not self._is_serving(attempts):
-            self._sleep(POLL_S)
-
-    def close(self) -> None:
-        """Close the connection and cancel what runs on it."""
-        self._closed = True
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open_stubs(self) -> Stubs:
-        if self._closed:
-            raise ClientClosedError("the client is closed")
-        return self._stubs
-
-    def _attempts(self, timeout_s: float | None) -> Attempts:
-        return self._connection.attempts(timeout_s, self._clock)
-
-    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        """Call a unary RPC, again where the server asks for it."""
-        attempts = self._attempts(timeout_s)
-        while True:
-            try:
-                return method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, attempts.timeout_s)
-                delay_s = attempts.next_delay_s(failure)
-                if delay_s is None:
-                    raise failure from error
-            self._sleep(delay_s)
-
-    def _is_serving(self, attempts: Attempts) -> bool:
-        try:
-            reply = self._open_stubs().health_check(
-                b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
-            if isinstance(failure, UnavailableError):
-                return False
-            if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
-                return True
-            raise failure from error
-        return says_serving(reply)
 
 
 def _collected(method: Any) -> Callable[..., list[Any]]:

@@ -10,6 +10,7 @@ from treadle_protos.v1 import generation_pb2, model_pb2, sampler_pb2, server_pb2
 
 from treadle_client._fields import enum_names, set_field
 from treadle_client._models import (
+    Adapter,
     Choice,
     Chunk,
     Finish,
@@ -68,9 +69,9 @@ def detokenize_request(**fields: object) -> generation_pb2.DetokenizeRequest:
     return _with_fields(generation_pb2.DetokenizeRequest(), fields)
 
 
-def get_model_request(**fields: object) -> model_pb2.GetModelRequest:
-    """Make the request of `get_model`; fields that are None stay unset."""
-    return _with_fields(model_pb2.GetModelRequest(), fields)
+def make_request(kind: type[_Request], **fields: object) -> _Request:
+    """Make a request of plain fields; those that are None stay unset."""
+    return _with_fields(kind(), fields)
 
 
 def trace_request(prompt: object, *, what: object, **fields: object) -> trace_pb2.TraceRequest:
@@ -124,6 +125,8 @@ def prompt_info_from_proto(info: generation_pb2.PromptInfo) -> PromptInfo:
         chain=tuple(Stage(stage.name, values_from_proto(stage.parameters)) for stage in info.chain),
         prompt_token_ids=tuple(info.prompt_token_ids),
         prompt_logprobs=_logprobs(info.prompt_logprobs),
+        adapter=info.adapter,
+        adapter_version=info.adapter_version,
     )
 
 
@@ -205,6 +208,7 @@ def score_from_proto(response: generation_pb2.ScoreResponse) -> Score:
         weight_version=response.weight_version,
         raw_logprobs=_logprobs(response.raw_logprobs),
         total_logprob=response.total_logprob,
+        adapter_version=response.adapter_version,
     )
 
 
@@ -229,7 +233,13 @@ def model_from_proto(model: model_pb2.Model) -> Model:
         eos_token_ids=tuple(model.eos_token_ids),
         has_chat_template=model.has_chat_template,
         default_knobs=values_from_proto(model.default_knobs),
+        weight_label=model.weight_label,
     )
+
+
+def adapter_from_proto(adapter: model_pb2.Adapter) -> Adapter:
+    """Convert a loaded adapter."""
+    return Adapter(name=adapter.name, model=adapter.model, version=adapter.version, rank=adapter.rank)
 
 
 def models_from_proto(response: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
@@ -297,6 +307,14 @@ def load_from_proto(response: server_pb2.GetLoadResponse) -> tuple[ModelLoad, ..
             kv_cache_bytes=load.kv_cache_bytes,
             max_kv_cache_bytes=load.max_kv_cache_bytes,
             num_generated_tokens=load.num_generated_tokens,
+            num_weight_versions=load.num_weight_versions,
+            num_paused_sequences=load.num_paused_sequences,
+            num_preempted_sequences=load.num_preempted_sequences,
+            num_preemptions=load.num_preemptions,
+            prefix_cache_bytes=load.prefix_cache_bytes,
+            max_prefix_cache_bytes=load.max_prefix_cache_bytes,
+            num_prefix_hit_tokens=load.num_prefix_hit_tokens,
+            num_prefix_queried_tokens=load.num_prefix_queried_tokens,
         )
         for load in response.models
     )

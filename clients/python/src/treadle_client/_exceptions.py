@@ -5,6 +5,7 @@ TreadleClientError
 ├── NotFoundError              no such model, adapter, preset or stage
 ├── ConflictError              the server's state does not allow it: it exists already, or another version is served
 ├── QueueFullError             the server holds as many requests as it may: `.retry_after_s`
+├── SlowReaderError            the stream was read too slowly, and the server gave it up
 ├── MessageTooLargeError       a request or response is over a message limit
 ├── UnavailableError           no server answers, or it is loading or draining: `.retry_after_s`
 ├── DeadlineExceededError      `timeout_s` passed; also a TimeoutError
@@ -43,6 +44,7 @@ class TreadleClientError(Exception):
         message: the text.
         reason: the server's machine-readable reason; empty when it gave none.
         metadata: what the server says beside the reason, by name.
+        request_id: what the server's log calls the request; empty when it did not get there or the answer was lost.
     """
 
     def __init__(self, message: str, *, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
@@ -50,6 +52,7 @@ class TreadleClientError(Exception):
         self.message = message
         self.reason = reason
         self.metadata = dict(metadata or {})
+        self.request_id = ""
 
 
 class InvalidArgumentError(TreadleClientError, ValueError):
@@ -101,6 +104,10 @@ class QueueFullError(_RetryableError):
 
 class UnavailableError(_RetryableError):
     """Raised when no server answers at the target, or it is not ready. `Client.wait_ready` waits for it."""
+
+
+class SlowReaderError(TreadleClientError):
+    """Raised when a stream was not read for so long that the server gave it up. What it had sent stays readable."""
 
 
 class MessageTooLargeError(TreadleClientError):

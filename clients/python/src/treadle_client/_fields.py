@@ -16,9 +16,10 @@ from treadle_protos.v1.value_pb2 import Value
 from treadle_client._exceptions import InvalidArgumentError, Violation
 
 _INT64: Final = (-(2**63), 2**63 - 1)
+_INT32: Final = (-(2**31), 2**31 - 1)
 _UINT32: Final = (0, 2**32 - 1)
 _UINT64: Final = (0, 2**64 - 1)
-_RANGES: Final = MappingProxyType({"INT64": _INT64, "UINT32": _UINT32, "UINT64": _UINT64})
+_RANGES: Final = MappingProxyType({"INT64": _INT64, "SINT32": _INT32, "UINT32": _UINT32, "UINT64": _UINT64})
 _MAX_DEPTH: Final = 30  # three messages a level, and protobuf reads no more than 100
 
 

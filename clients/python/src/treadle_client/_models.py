@@ -64,6 +64,8 @@ class PromptInfo:
     chain: tuple[Stage, ...]
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
+    adapter: str
+    adapter_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,7 @@ class Score:
 
     model: str
     weight_version: int
+    adapter_version: int
     raw_logprobs: tuple[TokenLogprob, ...]
     total_logprob: float
 
@@ -185,6 +188,17 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     default_knobs: Mapping[str, object]
+    weight_label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A loaded adapter; `version` counts up each time that one is loaded under its name."""
+
+    name: str
+    model: str
+    version: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +264,15 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoad:
-    """How busy one model is."""
+    """How busy one model is.
+
+    Attributes:
+        num_running_sequences: those that hold memory of keys and values.
+        num_paused_sequences: those that wait for readers who lag behind them.
+        num_preempted_sequences: those that gave their memory back and wait for some.
+        num_preemptions: how often one did, since the start.
+        num_prefix_hit_tokens: tokens found in the prefix cache since the start, of `num_prefix_queried_tokens`.
+    """
 
     model: str
     num_waiting_requests: int
@@ -259,6 +281,14 @@ class ModelLoad:
     kv_cache_bytes: int
     max_kv_cache_bytes: int
     num_generated_tokens: int
+    num_weight_versions: int
+    num_paused_sequences: int
+    num_preempted_sequences: int
+    num_preemptions: int
+    prefix_cache_bytes: int
+    max_prefix_cache_bytes: int
+    num_prefix_hit_tokens: int
+    num_prefix_queried_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -91,6 +91,7 @@ class GenerationOptions(ChainOptions, total=False):
     negative_prompt: Prompt | None  # what guidance turns away from; the prompt's last token when unset
     speculation: Literal["prompt_lookup", "draft_model"] | None  # drafts tokens, which changes the speed only
     num_draft_tokens: int | None  # tokens drafted for a step at most
+    priority: int | None  # -100 to 100; higher ones go first, a step being worth 10 s of waiting
 
 
 class PreviewOptions(ChainOptions, total=False):

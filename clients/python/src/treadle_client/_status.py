@@ -20,6 +20,7 @@ from treadle_client._exceptions import (
     QueueFullError,
     RequestCancelledError,
     ServerInternalError,
+    SlowReaderError,
     TreadleClientError,
     UnauthenticatedError,
     UnavailableError,
@@ -28,6 +29,8 @@ from treadle_client._exceptions import (
 )
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
+_REQUEST_ID_KEY: Final = "x-request-id"
+_READER_TOO_SLOW: Final = "READER_TOO_SLOW"  # the server's reason, beside a status that a full queue shares
 _TOO_LARGE: Final = "message larger than max"  # gRPC's own words, for messages over the limit of either end
 _CLASSES: Final[Mapping[Any, type[TreadleClientError]]] = MappingProxyType(
     {
@@ -56,6 +59,12 @@ def from_rpc_error(error: Any, timeout_s: float | None = None, awaited: str = "c
         timeout_s: seconds that the call had; None for no limit.
         awaited: what did not come in that time.
     """
+    failure = _failure(error, timeout_s, awaited)
+    failure.request_id = next((value for key, value in error.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
+    return failure
+
+
+def _failure(error: Any, timeout_s: float | None, awaited: str) -> TreadleClientError:
     message = error.details() or ""
     cls = _error_class(error.code(), message)
     if cls is DeadlineExceededError and timeout_s is not None:
@@ -64,6 +73,8 @@ def from_rpc_error(error: Any, timeout_s: float | None = None, awaited: str = "c
     arguments: dict[str, Any] = {}
     for detail in details.details if details else ():
         arguments |= _read_detail(cls, detail)
+    if arguments.get("reason") == _READER_TOO_SLOW:
+        cls = SlowReaderError
     return cls(_explained(cls, message or error.code().name), **arguments)
 
 

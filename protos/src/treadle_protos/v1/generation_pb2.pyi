@@ -54,7 +54,7 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ...) -> None: ...
 
 class GenerationSpec(_message.Message):
-    __slots__ = ("model", "adapter", "preset", "text", "token_ids", "messages", "sampling", "stopping", "response", "n", "best_of", "guidance_scale", "negative_prompt", "speculation", "num_draft_tokens")
+    __slots__ = ("model", "adapter", "preset", "text", "token_ids", "messages", "sampling", "stopping", "response", "n", "best_of", "guidance_scale", "negative_prompt", "speculation", "num_draft_tokens", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PRESET_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class GenerationSpec(_message.Message):
     NEGATIVE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     adapter: str
     preset: str
@@ -85,7 +86,8 @@ class GenerationSpec(_message.Message):
     negative_prompt: NegativePrompt
     speculation: SpeculationMode
     num_draft_tokens: int
-    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ..., preset: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., negative_prompt: _Optional[_Union[NegativePrompt, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMode, str]] = ..., num_draft_tokens: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ..., preset: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stopping: _Optional[_Union[StoppingOptions, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., negative_prompt: _Optional[_Union[NegativePrompt, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMode, str]] = ..., num_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class NegativePrompt(_message.Message):
     __slots__ = ("text", "token_ids", "messages")
@@ -282,7 +284,7 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finish_info: _Optional[_Union[FinishInfo, _Mapping]] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
-    __slots__ = ("request_id", "model", "weight_version", "num_prompt_tokens", "max_tokens", "seed", "knobs", "chain", "prompt_token_ids", "prompt_logprobs")
+    __slots__ = ("request_id", "model", "weight_version", "num_prompt_tokens", "max_tokens", "seed", "knobs", "chain", "prompt_token_ids", "prompt_logprobs", "adapter", "adapter_version")
     class KnobsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +302,8 @@ class PromptInfo(_message.Message):
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     weight_version: int
@@ -310,7 +314,9 @@ class PromptInfo(_message.Message):
     chain: _containers.RepeatedCompositeFieldContainer[Stage]
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., knobs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., chain: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., weight_version: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., knobs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., chain: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs")
@@ -431,16 +437,18 @@ class ScoreRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., adapter: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[Messages, _Mapping]] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("model", "weight_version", "raw_logprobs", "total_logprob")
+    __slots__ = ("model", "weight_version", "raw_logprobs", "total_logprob", "adapter_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     RAW_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     weight_version: int
     raw_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     total_logprob: float
-    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[int] = ..., raw_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., total_logprob: _Optional[float] = ...) -> None: ...
+    adapter_version: int
+    def __init__(self, model: _Optional[str] = ..., weight_version: _Optional[int] = ..., raw_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., total_logprob: _Optional[float] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "messages", "add_special_tokens")

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Model(_message.Message):
-    __slots__ = ("name", "model_type", "vocab_size", "context_length", "num_parameters", "dtype", "backend", "numerics", "weight_version", "bos_token_id", "eos_token_ids", "has_chat_template", "default_knobs")
+    __slots__ = ("name", "model_type", "vocab_size", "context_length", "num_parameters", "dtype", "backend", "numerics", "weight_version", "bos_token_id", "eos_token_ids", "has_chat_template", "default_knobs", "weight_label")
     class DefaultKnobsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class Model(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_KNOBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_LABEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_type: str
     vocab_size: int
@@ -41,7 +42,8 @@ class Model(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     has_chat_template: bool
     default_knobs: _containers.MessageMap[str, _value_pb2.Value]
-    def __init__(self, name: _Optional[str] = ..., model_type: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., num_parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., backend: _Optional[str] = ..., numerics: _Optional[str] = ..., weight_version: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: bool = ..., default_knobs: _Optional[_Mapping[str, _value_pb2.Value]] = ...) -> None: ...
+    weight_label: str
+    def __init__(self, name: _Optional[str] = ..., model_type: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., num_parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., backend: _Optional[str] = ..., numerics: _Optional[str] = ..., weight_version: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: bool = ..., default_knobs: _Optional[_Mapping[str, _value_pb2.Value]] = ..., weight_label: _Optional[str] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
@@ -108,12 +110,16 @@ class UpdateWeightsResponse(_message.Message):
     def __init__(self, weight_version: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "model")
+    __slots__ = ("name", "model", "version", "rank")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     name: str
     model: str
-    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    version: int
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., version: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("model", "adapter", "path")

@@ -103,28 +103,29 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """Unloads a model while the server runs.
+        """Unloads a model while the server runs. New requests are refused at once; those under way may finish within the
+        server's grace period and are then ended with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Swaps a model's weights between two steps.
+        """Swaps a model's weights between two steps. Requests under way finish on the weights they began with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter.
+        """Loads an adapter, in place of one of the same name; requests under way keep the one they began with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter.
+        """Unloads an adapter; requests under way keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("model", "num_waiting_requests", "num_waiting_tokens", "num_running_sequences", "kv_cache_bytes", "max_kv_cache_bytes", "num_generated_tokens")
+    __slots__ = ("model", "num_waiting_requests", "num_waiting_tokens", "num_running_sequences", "kv_cache_bytes", "max_kv_cache_bytes", "num_generated_tokens", "num_weight_versions", "num_paused_sequences", "num_preempted_sequences", "num_preemptions", "prefix_cache_bytes", "max_prefix_cache_bytes", "num_prefix_hit_tokens", "num_prefix_queried_tokens")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,14 @@ class ModelLoad(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WEIGHT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAUSED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PREFIX_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: str
     num_waiting_requests: int
     num_waiting_tokens: int
@@ -70,4 +78,12 @@ class ModelLoad(_message.Message):
     kv_cache_bytes: int
     max_kv_cache_bytes: int
     num_generated_tokens: int
-    def __init__(self, model: _Optional[str] = ..., num_waiting_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_running_sequences: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., max_kv_cache_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ...) -> None: ...
+    num_weight_versions: int
+    num_paused_sequences: int
+    num_preempted_sequences: int
+    num_preemptions: int
+    prefix_cache_bytes: int
+    max_prefix_cache_bytes: int
+    num_prefix_hit_tokens: int
+    num_prefix_queried_tokens: int
+    def __init__(self, model: _Optional[str] = ..., num_waiting_requests: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_running_sequences: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., max_kv_cache_bytes: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., num_weight_versions: _Optional[int] = ..., num_paused_sequences: _Optional[int] = ..., num_preempted_sequences: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., prefix_cache_bytes: _Optional[int] = ..., max_prefix_cache_bytes: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_queried_tokens: _Optional[int] = ...) -> None: ...

@@ -18,6 +18,8 @@ from treadle_server.cli.plugins import plugins
 from treadle_server.cli.pull import pull
 from treadle_server.cli.serve import serve
 from treadle_server.cli.streams import prepare_streams
+from treadle_server.cli.train import train
+from treadle_server.cli.trainer import trainer
 
 
 def run() -> None:
@@ -38,7 +40,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (generate, chat, explain, serve, models, pull, plugins, new_plugin):
+    for command in (generate, chat, explain, serve, train, trainer, models, pull, plugins, new_plugin):
         app.command()(prepare(command))
     return app
 

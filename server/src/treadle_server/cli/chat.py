@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle_server.cli.connection import connected
+from treadle_server.cli.connection import adapter_keywords, connected
 from treadle_server.cli.failure import CommandFailedError, reading_stdin, show_errors, violation_lines, wrong_use
-from treadle_server.cli.options import SamplingFlags, ServerFlags, Target
+from treadle_server.cli.options import Adapter, SamplingFlags, ServerFlags, Target
 from treadle_server.cli.output import write, write_foreign
+from treadle_server.cli.security import ConnectionFlags
 
 if TYPE_CHECKING:
     from treadle_client import Client, InvalidArgumentError, Stream
@@ -21,9 +22,11 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops 
 def chat(
     sampling: SamplingFlags,
     server: ServerFlags,
+    connection: ConnectionFlags,
     model: Annotated[
         str | None, typer.Argument(help="Name or folder of a model; with --target, a name on that server.")
     ] = None,
+    adapter: Adapter = None,
     target: Target = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message that opens the chat.")] = None,
 ) -> None:
@@ -33,8 +36,8 @@ def chat(
     """
     if target is None and model is None:
         raise wrong_use("MODEL is needed, unless --target names a running server")
-    keywords = sampling.keywords()
-    with connected(target, model or "", server) as client:
+    keywords = {**sampling.keywords(), **adapter_keywords(target, adapter)}
+    with connected(target, model or "", server, connection, adapter) as client:
         served = client.get_model(model if target is not None else None)
         if not served.has_chat_template:
             raise CommandFailedError(

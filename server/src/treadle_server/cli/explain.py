@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treadle_server.cli.failure import WRONG_USE, CommandFailedError, wrong_use
-from treadle_server.cli.options import DEFAULT_MODEL
 from treadle_server.cli.output import write
 from treadle_server.cli.progress import spinner
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from treadle_server.explain.blocks import Walk
     from treadle_server.language_model import LanguageModel
 
+EXPLAINED_MODEL = "cat-mouse"  # bundled: the one that goes on from the document's sentence
 _FEW_TOKENS = 50  # a vocabulary so small is cut to 3 by top-k, as the document does it
 
 
@@ -28,7 +28,7 @@ def explain(
         str | None, typer.Argument(help="Text to explain; without one, the handworked example and its model.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help=f"Name or folder of a model ({DEFAULT_MODEL}).")
+        str | None, typer.Option("--model", "-m", help=f"Name or folder of a model ({EXPLAINED_MODEL}).")
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Layer to look into, from 0 (0).")] = None,
     head: Annotated[
@@ -54,7 +54,7 @@ def explain(
         for name, value in options.items():
             if value is not None:
                 raise wrong_use(f"{name} needs a PROMPT to explain")
-    with _loaded(model or DEFAULT_MODEL) as lm, _refusals():
+    with _loaded(model or EXPLAINED_MODEL) as lm, _refusals():
         if prompt is None:
             from treadle_server.explain.walk import document_walk
 

@@ -83,7 +83,7 @@ def _described(error: OSError) -> str:
 @contextmanager
 def client_failures(target: str) -> Iterator[None]:
     """Turn what the server at `target` answers into the command's failure; wrong fields of a request are wrong use."""
-    from treadle_client import InvalidArgumentError, TreadleClientError, UnavailableError
+    from treadle_client import InvalidArgumentError, TreadleClientError, UnauthenticatedError, UnavailableError
 
     try:
         yield
@@ -91,14 +91,25 @@ def client_failures(target: str) -> Iterator[None]:
         raise CommandFailedError(violation_lines(error), WRONG_USE) from error
     except UnavailableError as error:
         raise CommandFailedError([_unavailable(target, error)]) from error
+    except UnauthenticatedError as error:
+        raise CommandFailedError([f"{error.message} (--token-file FILE, or the variable TREADLE_TOKEN)"]) from error
     except TreadleClientError as error:
         raise CommandFailedError([error.message]) from error
 
 
 def _unavailable(target: str, error: UnavailableError) -> str:
     """Return why the server is not available, and what to do where none answers: such an error has no reason."""
-    advice = "" if error.reason else "; start one with `treadle serve MODEL`"
+    advice = "" if error.reason else f"; {_advice(error.message)}"
     return f"the server at {target} is not available: {error.message}{advice}"
+
+
+def _advice(message: str) -> str:
+    """Return what to do about a connection that could not be made, by what gRPC says of it."""
+    if "handshake" in message or "Verification" in message:
+        return "it speaks no TLS, or its certificate is not what --tls-ca and --tls-server-name say"
+    if "Socket closed" in message:
+        return "if it speaks TLS, give --tls or --tls-ca, and --tls-cert where it asks for certificates"
+    return "start one with `treadle serve MODEL`"
 
 
 def violation_lines(error: Exception) -> list[str]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle_server.cli.connection import connected
+from treadle_server.cli.connection import adapter_keywords, connected
 from treadle_server.cli.failure import INTERRUPTED, CommandFailedError, reading_stdin, wrong_use
-from treadle_server.cli.options import DEFAULT_MODEL, Json, SamplingFlags, ServerFlags, Target, given_fields
+from treadle_server.cli.options import DEFAULT_MODEL, Adapter, Json, SamplingFlags, ServerFlags, Target, given_fields
 from treadle_server.cli.output import write, write_foreign, write_json
+from treadle_server.cli.security import ConnectionFlags
 
 if TYPE_CHECKING:
     from treadle_client import Chunk, Finish, PromptInfo, Stream, TokenLogprob
@@ -67,22 +68,24 @@ def generate(
     sampling: SamplingFlags,
     response: ResponseFlags,
     server: ServerFlags,
+    connection: ConnectionFlags,
     model: Annotated[
         str | None,
         typer.Option(
             "--model", "-m", help=f"Name or folder of a model ({DEFAULT_MODEL}); with --target, a name on that server."
         ),
     ] = None,
+    adapter: Adapter = None,
     target: Target = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt. The text streams to stdout; Ctrl-C stops it and keeps what came."""
-    keywords = {**sampling.keywords(), **response.keywords(as_json=as_json)}
+    keywords = {**sampling.keywords(), **response.keywords(as_json=as_json), **adapter_keywords(target, adapter)}
     if target is not None and model is not None:
         keywords["model"] = model
     text = _read_prompt() if prompt == "-" else prompt
     with (
-        connected(target, model or DEFAULT_MODEL, server) as client,
+        connected(target, model or DEFAULT_MODEL, server, connection, adapter) as client,
         client.stream(text, **keywords) as stream,
     ):
         _write(stream, as_json=as_json)

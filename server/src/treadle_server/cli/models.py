@@ -10,13 +10,15 @@ from typing import Any
 from treadle_server.cli.failure import client_failures
 from treadle_server.cli.options import Json, ServedTarget
 from treadle_server.cli.output import format_bytes, write_json, write_table
+from treadle_server.cli.security import ConnectionFlags
 
 
-def models(target: ServedTarget = None, as_json: Json = False) -> None:
+def models(connection: ConnectionFlags, target: ServedTarget = None, as_json: Json = False) -> None:
     """List the models on this machine, pulled and bundled; with --target those of that server."""
     if target is not None:
-        _write_served(target, as_json=as_json)
+        _write_served(target, connection, as_json=as_json)
         return
+    connection.refuse_without_target()
     found = list(_local_models())
     if as_json:
         write_json(found)
@@ -55,10 +57,8 @@ def _bundled_model(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _write_served(target: str, *, as_json: bool) -> None:
-    from treadle_client import Client
-
-    with client_failures(target), Client(target) as client:
+def _write_served(target: str, connection: ConnectionFlags, *, as_json: bool) -> None:
+    with client_failures(target), connection.client(target) as client:
         served = client.list_models()
     if as_json:
         write_json(served)

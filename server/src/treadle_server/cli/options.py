@@ -17,7 +17,7 @@ _SERVER = "Server in this process"
 
 # Written out, as the table of presets is in a package that imports NumPy; a test compares them.
 PRESET_NAMES = "code, maths, mail, qa, chat, creative, brainstorming, role_play"
-DEFAULT_MODEL = "cat-mouse"  # the bundled model of first contact
+DEFAULT_MODEL = "stories"  # bundled, so that the first command needs no download
 
 Target = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Use a running server; without it, one runs in this process.")
@@ -25,6 +25,10 @@ Target = Annotated[
 ServedTarget = Annotated[
     str | None,
     typer.Option("--target", metavar="HOST:PORT", help="List what a running server has; without it, what is here."),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(metavar="DIR|NAME", help="Folder of a LoRA adapter; with --target, the name of a loaded one."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for scripts.")]
 PluginDirs = Annotated[

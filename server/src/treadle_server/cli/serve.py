@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from treadle_server.cli.observing import ObservingFlags, spare_collector
 from treadle_server.cli.options import Json, ServerFlags
 from treadle_server.cli.output import write, write_json
 from treadle_server.cli.progress import spinner
+from treadle_server.cli.security import SecurityFlags, reloading_on_hangup
+from treadle_server.cli.signals import first_signal
+from treadle_server.cli.trainer_process import (
+    WithTrainerFlags,
+    publish_root,
+    running_trainer,
+    trainer_arguments,
+)
 
 if TYPE_CHECKING:
     from treadle_server.config import ServerConfig
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
     from treadle_server.service.startup import ModelSource
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _LIMITS = "Limits"
 
 
@@ -56,8 +62,19 @@ def serve(
     ],
     server: ServerFlags,
     limits: LimitFlags,
+    security: SecurityFlags,
+    observing: ObservingFlags,
+    trainer: WithTrainerFlags,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (7433); 0 takes a free one.")] = None,
+    model_root: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Folder under which RPCs may name models, weights and adapters; repeatable."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[MODEL:]NAME=DIR", help="LoRA adapter to load, by name and folder; repeatable."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="TOML file of settings; options here override it.")
     ] = None,
@@ -68,58 +85,78 @@ def serve(
     One line on stdout tells the address when it serves; the log goes to stderr.
     """
     from treadle_server.config import load_config
-    from treadle_server.service.startup import find_models
+    from treadle_server.service.startup import check_adapters, find_adapters, find_models
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    given = {f: getattr(limits, f) for f in limits.__slots__}
-    settings = load_config(config, {"host": host, "port": port, **server.settings(), **given})
+    observing.start_log()
+    given = {f: getattr(limits, f) for f in limits.__slots__} | observing.settings()
     sources = find_models(models)
-    asyncio.run(_serve(settings, sources, as_json=as_json))
+    given |= {"model_roots": model_root or None, "adapters": find_adapters(adapter or (), sources) or None}
+    settings = load_config(config, {"host": host, "port": port, **server.settings(), **security.settings(), **given})
+    check_adapters(settings, sources)
+    trainer.check(settings, sources)
+    asyncio.run(_serve_beside(trainer, settings, sources, as_json=as_json))
 
 
-async def _serve(config: ServerConfig, sources: Sequence[ModelSource], *, as_json: bool) -> None:
-    """Listen, load, serve, drain. A signal while it loads ends it without more ado."""
+async def _serve_beside(
+    flags: WithTrainerFlags, config: ServerConfig, sources: Sequence[ModelSource], *, as_json: bool
+) -> None:
+    """Serve, with a folder for a trainer's weights if there is to be one."""
+    if not flags.with_trainer:
+        await _serve(config, sources, None, as_json=as_json)
+        return
+    async with publish_root(config.model_roots, sources[0].name) as root:
+        config = config.model_copy(update={"model_roots": (*config.model_roots, root)})
+        start = partial(trainer_arguments, flags, config, sources[0], root)
+        await _serve(config, sources, start, as_json=as_json)
+
+
+async def _serve(
+    config: ServerConfig,
+    sources: Sequence[ModelSource],
+    trainer_of: Callable[[int], list[str]] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Listen, load, serve, drain. A signal while it loads ends it without more ado.
+
+    `trainer_of` returns the command line of a trainer that publishes to this server's port.
+    """
     from treadle_server.service.app import InferenceServer
     from treadle_server.service.startup import load_plugins
 
-    signalled = _signalled()
+    signalled = first_signal()
     server = InferenceServer(config, load_plugins(config))
-    try:
-        port = await server.start()
-        if await _load(server, sources, signalled):
-            _announce(config.host, port, [source.name for source in sources], as_json=as_json)
-            await signalled.wait()
-            _LOG.info("draining: requests have %g s to finish; another signal exits at once", config.grace_s)
-    finally:
-        await server.stop()
+    spare_collector()
+    async with AsyncExitStack() as beside:  # the trainer ends while the server drains, and is waited for last
+        try:
+            port = await server.start()
+            reloading_on_hangup(server.security.reload)
+            if await _load(server, sources, signalled):
+                trainer = None
+                if trainer_of is not None:
+                    running = running_trainer(trainer_of(port), config.grace_s, server.report_trainer)
+                    trainer = await beside.enter_async_context(running)
+                beside_it = {"trainer": None if trainer is None else trainer.address, "metrics": server.observability.metrics_url}
+                _announce(config.host, port, [source.name for source in sources], beside_it, as_json=as_json)
+                await signalled.wait()
+                _LOG.info("draining: requests have %g s to finish; another signal exits at once", config.grace_s)
+                if trainer is not None:
+                    trainer.terminate()
+        finally:
+            await server.stop()
     _LOG.info("stopped")
-
-
-def _signalled() -> asyncio.Event:
-    """Return what the first SIGTERM or SIGINT sets; a second one ends the process where it stands."""
-    event = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    received: list[int] = []
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        if received:
-            os._exit(128 + number)
-        received.append(number)
-        loop.call_soon_threadsafe(event.set)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, receive)
-    return event
 
 
 async def _load(server: InferenceServer, sources: Sequence[ModelSource], signalled: asyncio.Event) -> bool:
     """Load the models in a thread and open the server; False when a signal came first."""
+    from treadle_server.service.off_loop import in_daemon_thread
     from treadle_server.service.startup import load_models
 
     with spinner("loading " + ", ".join(source.name for source in sources)):
-        loading = asyncio.ensure_future(_in_daemon_thread(lambda: load_models(server, sources)))
+        loading = in_daemon_thread(lambda: load_models(server, sources))
         waiting = asyncio.ensure_future(signalled.wait())
-        await asyncio.wait({loading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [loading, waiting]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if signalled.is_set():
         loading.cancel()
@@ -130,35 +167,19 @@ async def _load(server: InferenceServer, sources: Sequence[ModelSource], signall
     return True
 
 
-def _in_daemon_thread(function: Callable[[], _T]) -> Awaitable[_T]:
-    """Run a function in a thread that does not keep the process alive when nobody waits for it any more."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def resolve(result: _T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # None is then what the function returned
-
-    def run() -> None:
-        try:
-            outcome: tuple[_T | None, BaseException | None] = (function(), None)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
-            outcome = (None, error)
-        loop.call_soon_threadsafe(resolve, *outcome)
-
-    threading.Thread(target=run, name="treadle-loading", daemon=True).start()
-    return future
-
-
-def _announce(host: str, port: int, names: Sequence[str], *, as_json: bool) -> None:
+def _announce(
+    host: str, port: int, names: Sequence[str], beside_it: Mapping[str, str | None], *, as_json: bool
+) -> None:
+    """Tell the addresses of what serves; those of None are left out."""
     from treadle_server.service.address import join_address
 
     address = join_address(host, port)
     if as_json:
-        write_json({"address": address, "host": host, "port": port, "models": names})
-    else:
-        write(f"treadle serves {', '.join(names)} at {address}\n")
+        beside = {name: where for name, where in beside_it.items() if where is not None}
+        write_json({"address": address, "host": host, "port": port, "models": names, **beside})
+        return
+    write(f"treadle serves {', '.join(names)} at {address}\n")
+    if beside_it["trainer"] is not None:
+        write(f"treadle trains {names[0]} at {beside_it['trainer']}\n")
+    if beside_it["metrics"] is not None:
+        write(f"treadle shows metrics at {beside_it['metrics']}\n")

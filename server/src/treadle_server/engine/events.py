@@ -46,6 +46,21 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a choice that took less work than others.
+
+    Attributes:
+        num_cached: tokens of the prompt whose keys and values were known already.
+        num_draft: tokens that were drafted.
+        num_accepted: drafted tokens that were the ones sampled.
+    """
+
+    num_cached: int = 0
+    num_draft: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScored:
     """Log-probabilities of the next prompt tokens, in order; long prompts send several of these."""
 
@@ -61,18 +76,18 @@ class NewToken:
     is_stop: bool
     logprob: TokenLogprob | None
     timings: Timings
-    drafts: tuple[int, int]
+    counts: TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """A choice has ended; nothing more comes for it. `drafts`: tokens drafted, and of those the accepted ones."""
+    """A choice has ended; nothing more comes for it."""
 
     index: int
     reason: FinishReason
     matched_token_id: int | None
     timings: Timings
-    drafts: tuple[int, int]
+    counts: TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,19 @@ class RequestFailed:
 
 
 EngineEvent = PromptScored | NewToken | ChoiceFinished | RequestFailed
+
+
+def size_of(events: Iterable[EngineEvent]) -> int:
+    """Return how many tokens events carry, the likely ones listed beside them included; one at least each."""
+    return sum(_size_of(event) for event in events)
+
+
+def _size_of(event: EngineEvent) -> int:
+    if isinstance(event, PromptScored):
+        return sum(1 + len(entry.top) for entry in event.logprobs)
+    if isinstance(event, NewToken) and event.logprob is not None:
+        return 1 + len(event.logprob.top)
+    return 1
 
 
 def is_over(events: Iterable[EngineEvent]) -> bool:

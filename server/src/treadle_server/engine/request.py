@@ -11,6 +11,7 @@ import numpy.typing as npt
 from treadle_server.engine.chain import SamplingChain
 from treadle_server.engine.guidance import Guidance
 from treadle_server.engine.speculation import Speculation
+from treadle_server.engine.weights import LoadedAdapter
 
 
 class LogprobsMode(Enum):
@@ -36,6 +37,8 @@ class GenerationRequest:
         num_top_logprobs: how many of the most likely tokens to list.
         guidance: the negative prompt and how strongly it is turned away from.
         speculation: where drafted tokens come from, `max_draft_tokens` at most for a step.
+        priority: higher ones go first; see `ActiveRequest.rank_s`.
+        adapter: changes the weights for this request; None for the bare model.
     """
 
     request_id: str
@@ -54,6 +57,13 @@ class GenerationRequest:
     guidance: Guidance | None = None
     speculation: Speculation = Speculation.NONE
     max_draft_tokens: int = 0
+    priority: int = 0
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def adapter_version(self) -> int:
+        """Version of the adapter; 0 for the bare model."""
+        return 0 if self.adapter is None else self.adapter.version
 
     @property
     def max_length(self) -> int:

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
+from typing import Final
 
-from treadle_server.engine.events import EngineEvent, Timings
+from treadle_server.engine.backlog import Backlog
+from treadle_server.engine.events import EngineEvent, Timings, TokenCounts
 from treadle_server.engine.lane import Lane
 from treadle_server.engine.request import GenerationRequest, LogprobsMode
+from treadle_server.engine.weights import Weights
 from treadle_server.model.kv_cache import KVCache
+from treadle_server.model.rotary import angle_key
 
 _LOG = logging.getLogger(__name__)
 
 Deliver = Callable[[list[EngineEvent]], None]
 
+# What one step of priority is worth: seconds of waiting.
+PRIORITY_STEP_S: Final = 10.0
+
 
 class ActiveRequest:
     """A request in the engine: where its events go and whether anyone still wants them.
 
-    `cancel` may be called from any thread; everything else belongs to the engine thread.
+    `cancel` may be called from any thread, `taken` from the reader's; everything else belongs to the engine thread.
+
+    Attributes:
+        weight_version: the weights that it begins and ends with. Their number alone: a reader may keep this object.
+        backlog: what was delivered and not taken yet.
+        rank_s: who goes first, the smallest. It never changes: a request of higher priority goes before those that came
+            up to `PRIORITY_STEP_S` earlier for each step between them, and after all that came before that, so that
+            nobody waits for ever for others that keep coming.
     """
 
-    def __init__(self, request: GenerationRequest, deliver: Deliver) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        deliver: Deliver,
+        weight_version: int,
+        backlog: Backlog,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Deliver to a reader; `wake` is called, from any thread, when the engine may have more or less to do."""
         self.request = request
+        self.weight_version = weight_version
+        self.backlog = backlog
         self.arrived_s = time.monotonic()
-        self.num_open_choices = request.n
+        self.rank_s = self.arrived_s - request.priority * PRIORITY_STEP_S
         self._deliver = deliver
+        self._wake = wake
         self._cancelled = False
         self._cancelled_choices: set[int] = set()
 
@@ -37,6 +62,12 @@ class ActiveRequest:
             self._cancelled = True
         else:
             self._cancelled_choices.add(index)
+        self._wake()
+
+    def taken(self, events: Seq[EngineEvent]) -> None:
+        """Note that the reader is done with events; a reader that does not say so gets no more of them in the end."""
+        if self.backlog.take(events):
+            self._wake()
 
     def is_cancelled(self, index: int) -> bool:
         """Tell whether nobody wants more of this choice."""
@@ -46,6 +77,7 @@ class ActiveRequest:
         """Hand events to the reader, unless it has gone; one that raises is gone from then on."""
         if not events or self._cancelled:
             return
+        self.backlog.give(events)
         try:
             self._deliver(events)
         except Exception:  # noqa: BLE001 - whatever the reader does, the step goes on for the others
@@ -57,13 +89,17 @@ class Sequence(Lane):
     """One choice of a request: its tokens and cache, its sampling state, and the lane that guides it.
 
     Attributes:
+        weights: what computes it, from its first token to its last.
         guide: the negative prompt with the same output, where the request is guided; it is computed in step.
     """
 
-    def __init__(self, active: ActiveRequest, index: int, cache: KVCache, guide_cache: KVCache | None = None) -> None:
+    def __init__(
+        self, active: ActiveRequest, index: int, weights: Weights, cache: KVCache, guide_cache: KVCache | None = None
+    ) -> None:
         request = active.request
         super().__init__(request.prompt_ids, cache)
         self.active = active
+        self.weights = weights
         self.request = request
         self.index = index
         self.guide: Lane | None = None
@@ -78,10 +114,25 @@ class Sequence(Lane):
             wants_processed=request.logprobs is LogprobsMode.PROCESSED,
         )
         self.num_scored = 0
+        self.num_cached_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self._started_s: float | None = None
         self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+
+    def prefix_key(self, lane: Lane) -> Hashable:
+        """Return whose keys and values the lane's are: all that they depend on beside the tokens."""
+        angles = angle_key(self.weights.decoder.config.positions, len(lane.prompt_ids))
+        return self.weights.version, self.request.adapter, angles
+
+    def num_shareable(self, lane: Lane) -> int:
+        """Return how many of the lane's first tokens have keys and values that belong to its key."""
+        count = min(lane.cache.length, lane.num_tokens - (lane.num_drafted > 0))
+        positions, num_prompt = self.weights.decoder.config.positions, len(lane.prompt_ids)
+        if count > num_prompt and angle_key(positions, count) != angle_key(positions, num_prompt):
+            return num_prompt
+        return count
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -94,6 +145,16 @@ class Sequence(Lane):
         return all(lane.num_remaining == 1 for lane in self.lanes)
 
     @property
+    def rank(self) -> tuple[float, int]:
+        """Who goes first, the smallest: by request, then by choice."""
+        return self.active.rank_s, self.index
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether its reader lags so far behind that no more is made for it now."""
+        return self.active.backlog.is_full
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether nobody wants more of it."""
         return self.active.is_cancelled(self.index)
@@ -104,9 +165,9 @@ class Sequence(Lane):
         return sum(lane.num_remaining for lane in self.lanes)
 
     @property
-    def drafts(self) -> tuple[int, int]:
-        """Tokens that were drafted, and those of them that were the ones sampled."""
-        return self.num_draft_tokens, self.num_accepted_tokens
+    def counts(self) -> TokenCounts:
+        """Tokens that took less work than others."""
+        return TokenCounts(self.num_cached_tokens, self.num_draft_tokens, self.num_accepted_tokens)
 
     def choose(self, token_id: int) -> None:
         """Take the chosen token into every lane and tell the stages; StageError if one fails."""
@@ -116,15 +177,21 @@ class Sequence(Lane):
             lane.append(token_id)
         self.sampler.accept(token_id)
 
-    def begin_work(self) -> None:
-        """Note the time of the first step, once."""
-        if self._started_s is None:
-            self._started_s = time.monotonic()
+    def begin_work(self) -> float | None:
+        """Note the time of the first step, once; return how long the request had waited then, later None."""
+        if self._started_s is not None:
+            return None
+        self._started_s = time.monotonic()
+        return self._started_s - self.active.arrived_s
 
-    def note_token(self) -> None:
-        """Note the time of the first token, once."""
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
+    def note_token(self) -> float | None:
+        """Note the time of a token; return the seconds since the one before it, None for the first."""
+        now, before = time.monotonic(), self._last_token_s
+        self._last_token_s = now
+        if before is None:
+            self._first_token_s = now
+            return None
+        return now - before
 
     def timings(self) -> Timings:
         """Return the durations so far."""
@@ -135,6 +202,6 @@ class Sequence(Lane):
 
     def fork(self, index: int, caches: Seq[KVCache]) -> Sequence:
         """Return a further choice of the same request at the end of the shared prefill, with a cache for each lane."""
-        other = Sequence(self.active, index, *caches)
+        other = Sequence(self.active, index, self.weights, *caches)
         other._started_s = self._started_s
         return other

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class EngineWorker:
-    """Owns the one thread on which models run. Every method may be called from any thread."""
+    """Owns the one thread on which models run. Every method but `step` may be called from any thread."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -34,7 +34,7 @@ class EngineWorker:
 
     def remove(self, engine: Engine) -> None:
         """Refuse new requests of this engine, fail those it has, and step it no more."""
-        engine.scheduler.close()
+        engine.scheduler.queue.close()
         self.call(lambda: self._remove(engine)).result()
 
     def _remove(self, engine: Engine) -> None:
@@ -43,9 +43,13 @@ class EngineWorker:
 
     def submit(self, engine: Engine, request: GenerationRequest, deliver: Deliver) -> ActiveRequest:
         """Queue a request; see Engine.submit. A cancelled request is dropped before the next step."""
-        active = engine.submit(request, deliver)
-        self._commands.put(_wake)
+        active = engine.submit(request, deliver, self._wake)
+        self._wake()
         return active
+
+    def _wake(self) -> None:
+        """Let the thread look whether there is something to do: getting the command is what wakes it."""
+        self._commands.put(_nothing)
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a function on the engine thread between two steps; a future cancelled before that runs nothing.
@@ -71,7 +75,7 @@ class EngineWorker:
     def close(self) -> None:
         """Fail what is left and end the thread."""
         for engine in list(self._engines):
-            engine.scheduler.close()
+            engine.scheduler.queue.close()
         self._commands.put(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -83,18 +87,29 @@ class EngineWorker:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_commands(block=not any(engine.scheduler.has_work for engine in self._engines))
-            for engine in self._engines:
-                self._step(engine)
-        self._take_commands(block=False)  # whoever called meanwhile still gets an answer
+            self._take_commands(0.0 if any(engine.scheduler.has_work for engine in self._engines) else self._idle_s())
+            self.step()
+        self._take_commands(0.0)  # whoever called meanwhile still gets an answer
 
-    def _take_commands(self, *, block: bool) -> None:
+    def _idle_s(self) -> float | None:
+        """Return how long nothing is to be done at most: until a reader has lagged too long; None if none lags."""
+        waits = [engine.scheduler.seconds_to_stall() for engine in self._engines]
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+
+    def _take_commands(self, wait_s: float | None) -> None:
+        """Run the commands that are there; wait so long for the first one, for ever if None."""
         try:
-            self._commands.get(block=block)()
+            self._commands.get(block=wait_s != 0.0, timeout=wait_s)()
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:
             return
+
+    def step(self) -> None:
+        """Step every engine once. On the engine thread only: for a long call, so that streams go on meanwhile."""
+        # Not in `_run`: its variable would keep a removed engine, and all its weights, while the thread waits.
+        for engine in self._engines:
+            self._step(engine)
 
     def _step(self, engine: Engine) -> None:
         """Step an engine; a fault in it fails its requests and never ends the thread."""
@@ -105,5 +120,5 @@ class EngineWorker:
             engine.fail_all(EngineError("the engine failed in this step; see the server's log"))
 
 
-def _wake() -> None:
-    """Do nothing: getting the command is what wakes the thread."""
+def _nothing() -> None:
+    """Do nothing."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import queue
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.events import (
     ChoiceFinished,
     EngineEvent,
@@ -13,7 +15,9 @@ from treadle_server.engine.events import (
     PromptScored,
     RequestFailed,
     Timings,
+    TokenCounts,
     TokenLogprob,
+    is_over,
 )
 from treadle_server.engine.sequence import ActiveRequest
 from treadle_server.language_model.report import RequestReport
@@ -36,6 +40,7 @@ class Generation:
     Attributes:
         info: what the model made of the request, without the prompt's log-probabilities.
         finished: whether every choice has ended.
+        finishes: how choices have ended so far, in that order.
     """
 
     def __init__(
@@ -55,6 +60,22 @@ class Generation:
         self._open = set(self._texts)
         self._prompt_logprobs: list[TokenLogprob] = []
         self._introduced = False
+        self.finishes: list[FinishInfo] = []
+
+    @property
+    def arrived_s(self) -> float:
+        """When the engine got the request, in seconds of the monotonic clock."""
+        return self._active.arrived_s
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(text.num_tokens for text in self._texts.values())
+
+    @property
+    def timings(self) -> Timings:
+        """Durations up to the newest token."""
+        return self._report.timings
 
     @property
     def finished(self) -> bool:
@@ -68,6 +89,10 @@ class Generation:
 
     def _close_report(self, error: str = "") -> None:
         self._report.close([text.num_tokens for text in self._texts.values()], error)
+
+    def taken(self, events: Sequence[EngineEvent]) -> None:
+        """Note that whoever reads is done with what became of events; without that the engine stops making more."""
+        self._active.taken(events)
 
     def start(self) -> list[GenerationEvent]:
         """Return what can be told before the first step."""
@@ -116,7 +141,7 @@ class Generation:
         yield Delta(index=event.index, text=text, token_ids=(event.token_id,), logprobs=logprobs)
         if choice.matched is not None:
             self._active.cancel(event.index)
-            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.drafts)
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.counts)
 
     def _end(self, event: ChoiceFinished) -> Iterator[GenerationEvent]:
         choice = self._texts[event.index]
@@ -124,9 +149,9 @@ class Generation:
         if tail:
             yield Delta(index=event.index, text=tail)
         if choice.matched is not None:  # the held text held a whole stop string
-            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.drafts)
+            yield self._finish(event.index, FinishReason.STOP_STRING, choice.matched, event.timings, event.counts)
         else:
-            yield self._finish(event.index, event.reason, event.matched_token_id, event.timings, event.drafts)
+            yield self._finish(event.index, event.reason, event.matched_token_id, event.timings, event.counts)
 
     def _finish(
         self,
@@ -134,7 +159,7 @@ class Generation:
         reason: FinishReason,
         matched: str | int | None,
         timings: Timings,
-        drafts: tuple[int, int],
+        counts: TokenCounts,
     ) -> FinishInfo:
         self._open.discard(index)
         finish = FinishInfo(
@@ -143,16 +168,66 @@ class Generation:
             matched=matched,
             num_prompt_tokens=len(self.info.prompt_ids),
             num_generated_tokens=self._texts[index].num_tokens,
-            num_cached_tokens=0,
-            num_draft_tokens=drafts[0],
-            num_accepted_tokens=drafts[1],
+            num_cached_tokens=counts.num_cached,
+            num_draft_tokens=counts.num_draft,
+            num_accepted_tokens=counts.num_accepted,
             timings=timings,
             weight_version=self.info.weight_version,
         )
+        self.finishes.append(finish)
         self._report.choice_ended(finish)
         if not self._open:
             self._close_report()
         return finish
+
+
+def prompt_info_of(active: ActiveRequest, model: str) -> PromptInfo:
+    """Return what was made of a request of the named model."""
+    request = active.request
+    return PromptInfo(
+        request_id=request.request_id,
+        model=model,
+        weight_version=active.weight_version,
+        adapter="" if request.adapter is None else request.adapter.name,
+        adapter_version=request.adapter_version,
+        prompt_ids=tuple(request.prompt_ids.tolist()),
+        max_tokens=request.max_tokens,
+        seed=request.seed,
+        knobs=request.chain.knobs,
+        chain=tuple(StageSpec(s.name, s.stage.model_dump()) for s in request.chain.stages),
+    )
+
+
+def read(generation: Generation, inbox: queue.SimpleQueue[list[EngineEvent]]) -> Iterator[GenerationEvent]:
+    """Yield the events of a generation as they come; closing it stops the work."""
+    try:
+        yield from generation.start()
+        while not generation.finished:
+            events = inbox.get()
+            yield from generation.feed(events)
+            generation.taken(events)
+    finally:
+        generation.cancel()
+
+
+def read_scores(active: ActiveRequest, inbox: queue.SimpleQueue[list[EngineEvent]]) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities of a prompt's tokens, once they are all there.
+
+    Raises:
+        TreadleError: the request has failed.
+    """
+    scored: list[TokenLogprob] = []
+    while True:
+        events = inbox.get()
+        scored += prompt_scores(events)
+        active.taken(events)
+        if is_over(events):
+            return tuple(scored)
+
+
+def prompt_scores(events: Iterable[EngineEvent]) -> list[TokenLogprob]:
+    """Return the log-probabilities of prompt tokens among events."""
+    return [entry for event in events if isinstance(event, PromptScored) for entry in event.logprobs]
 
 
 def gather(events: Iterable[GenerationEvent]) -> GenerationResult:

@@ -1,40 +1,35 @@
-"""A loaded model: tokenizer, decoder and engine behind one object, served by the server or held by a script."""
+"""A loaded model: tokenizer, weights and engine behind one object, served by the server or held by a script."""
 
 from __future__ import annotations
 
-import logging
-import math
 import queue
-import secrets
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from treadle_plugin_api import ModelInfo
 from treadle_plugin_api.backend import Batch
 
-from treadle_server.checkpoints.loading import Checkpoint, load_checkpoint
 from treadle_server.checkpoints.store import ModelStore
-from treadle_server.engine.chain import SamplingChain, StageSpec
 from treadle_server.engine.engine import Engine
-from treadle_server.engine.events import EngineEvent, PromptScored, RequestFailed, TokenLogprob
-from treadle_server.engine.guidance import Guidance
+from treadle_server.engine.events import EngineEvent, TokenLogprob
 from treadle_server.engine.request import GenerationRequest
 from treadle_server.engine.scheduler import EngineLimits
 from treadle_server.engine.sequence import ActiveRequest, Deliver
-from treadle_server.engine.speculation import DraftModel, Speculation
+from treadle_server.engine.speculation import DraftModel
+from treadle_server.engine.weights import LoadedAdapter, deltas_of
 from treadle_server.engine.worker import EngineWorker
-from treadle_server.errors import CheckpointError, InvalidRequestError
+from treadle_server.errors import VersionConflictError
+from treadle_server.language_model.adapters import AdapterTable
+from treadle_server.language_model.admission import Admission
 from treadle_server.language_model.best_of import keep_best, widen
-from treadle_server.language_model.generation import Generation, gather
+from treadle_server.language_model.generation import Generation, gather, prompt_info_of, read, read_scores
 from treadle_server.language_model.keywords import preview_spec_of, spec_of
-from treadle_server.language_model.presets import PRESETS
+from treadle_server.language_model.loading import ModelLoader, OpenedModel
 from treadle_server.language_model.preview import Previewer
 from treadle_server.language_model.prompts import PromptEncoder
 from treadle_server.language_model.report import RequestReport
@@ -44,34 +39,24 @@ from treadle_server.language_model.spec import (
     GenerationSpec,
     Message,
     Prompt,
-    PromptInfo,
     SamplingPreview,
 )
 from treadle_server.language_model.trace import Trace, Tracer
 from treadle_server.language_model.validation import (
     RequestLimits,
     check_best_of,
+    check_label,
     check_lists,
-    check_spec,
-    check_top_logprobs,
-    is_finite_number,
-    refuse,
-    renamed_field,
-    token_id_violations,
+    check_name,
 )
-from treadle_server.model.decoder import Decoder, DTypeName, Numerics
-from treadle_server.model.families.registry import FamilyRegistry
-from treadle_server.model.kv_cache import BLOCK_TOKENS, KVCache
+from treadle_server.model.decoder import Decoder, DTypeName, Numerics, make_backend
 from treadle_server.plugins.manager import PluginManager
-from treadle_server.tokenizer import Token, Tokenizer
+from treadle_server.tokenizer import Token
 
 _T = TypeVar("_T")
-_LOG = logging.getLogger(__name__)
 
 # Tokenize takes texts longer than the context, within reason: somebody may want to know how much to cut.
 _MAX_TOKENIZED_CONTEXTS = 8
-# Tokens drafted for a step when a request does not say: more are seldom all right, and cost a wider step.
-_DRAFT_TOKENS = 5
 
 
 class LanguageModel:
@@ -79,19 +64,18 @@ class LanguageModel:
 
     Attributes:
         name: the name that requests use.
+        config: its architecture, the same for every version of its weights.
         vocab_size: number of tokens that can be given or generated.
-        context_length: largest number of tokens, prompt and answer together.
         eos_ids: end-of-sequence tokens: the union of config.json, generation_config.json and the tokenizer.
+        default_knobs: what unset sampling knobs take, from generation_config.json.
         previewer: runs sampling chains to be looked at; see `preview`.
-        weight_version: counts up from 1 with each update of the weights.
     """
 
     def __init__(
         self,
         name: str,
-        checkpoint: Checkpoint,
-        tokenizer: Tokenizer,
-        decoder: Decoder,
+        opened: OpenedModel,
+        loader: ModelLoader,
         *,
         plugins: PluginManager,
         worker: EngineWorker,
@@ -100,37 +84,38 @@ class LanguageModel:
         draft_model: DraftModel | None = None,
     ) -> None:
         self.name = name
-        self.tokenizer = tokenizer
-        self.decoder = decoder
-        self.config = decoder.config
-        self.weight_version = 1
-        self.num_parameters = sum(math.prod(weight.shape) for weight in checkpoint.params.values())
-        self.vocab_size = min(tokenizer.vocab_size, self.config.vocab_size)
-        self.eos_ids = _eos_ids(checkpoint, tokenizer, self.vocab_size)
+        self.tokenizer = opened.tokenizer
+        self.config = opened.weights.decoder.config
+        self.vocab_size = opened.vocab_size
+        self.eos_ids = opened.eos_ids
         self.request_limits = request_limits
-        self._prompts = PromptEncoder(
-            tokenizer=tokenizer, vocab_size=self.vocab_size, context_length=self.config.context_length
-        )
-        self.engine = Engine(decoder, engine_limits, draft_model)
-        self._tracer = Tracer(decoder, request_limits, worker.call)
+        self.engine = Engine(opened.weights, engine_limits, draft_model)
+        self._loader = loader
+        self._checkpoint = opened.checkpoint
+        self._updating = threading.Lock()
+        self._adapters = AdapterTable()
         self._registry = plugins.registry
         self._observers = plugins.observers
         self._worker = worker
         self._owned_worker: EngineWorker | None = None
-        self._model_info = ModelInfo(
-            name=name,
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            eos_ids=self.eos_ids,
-            token_bytes=tokenizer.token_bytes,
-            encode=partial(tokenizer.encode, add_special_tokens=False),
-            special_ids=frozenset(filter(tokenizer.is_special, range(self.vocab_size))),
-            text_is_bytes=tokenizer.text_is_bytes,
+        self._prompts = PromptEncoder(
+            tokenizer=self.tokenizer, vocab_size=self.vocab_size, context_length=self.context_length
         )
+        info = opened.describe(name)
+        self._admission = Admission(
+            info=info,
+            prompts=self._prompts,
+            registry=plugins.registry,
+            adapters=self._adapters,
+            engine=self.engine,
+            limits=request_limits,
+            generation_config=opened.checkpoint.generation_config,
+        )
+        self.default_knobs = self._admission.default_knobs
+        self._tracer = Tracer(self.engine, request_limits, worker)
         self.previewer = Previewer(
-            self._registry, self._model_info, self._encode, partial(worker.submit, self.engine), self.config.vocab_size
+            self._registry, info, self._prompts.encode, self._submit, self.config.vocab_size, self._adapters.find
         )
-        self.default_knobs = self._sound_defaults(checkpoint.generation_config)
         worker.add(self.engine)
 
     @classmethod
@@ -153,7 +138,7 @@ class LanguageModel:
         Args:
             source: path of the folder, or a model's name.
             name: the name for requests; the folder's own when not given.
-            backend: name of the compute backend; "auto" takes the fastest one installed.
+            backend: name of the compute backend; "numpy", a plugin's, or "auto" for the preferred one.
             dtype: number type of the arithmetic, float32 or float64.
             numerics: "fast", or "reproducible": a row's result then never depends on what else is in the batch.
             plugins: stages and model families of plugins; all installed ones when not given.
@@ -165,28 +150,28 @@ class LanguageModel:
         Raises:
             ModelNotFoundError: there is no such folder or name.
             CheckpointError: the folder is broken, or asks for what treadle does not have.
+            ConfigError: there is no such backend, or it lacks the number type, or cannot be made on this machine.
         """
         folder = ModelStore().resolve(str(source))
         plugins = plugins or PluginManager.load()
-        checkpoint = load_checkpoint(folder, plugins.families)
-        try:
-            tokenizer = Tokenizer.load(folder)
-            drafting = None
-            if draft is not None:
-                drafting = _load_draft(str(draft), tokenizer, plugins.families, dtype=dtype, numerics=numerics)
-            model = cls(
-                name or folder.name.lower(),
-                checkpoint,
-                tokenizer,
-                Decoder(checkpoint.config, checkpoint.params, backend=backend, dtype=dtype, numerics=numerics),
-                plugins=plugins,
-                worker=worker or EngineWorker(),
-                engine_limits=engine_limits or EngineLimits(),
-                request_limits=request_limits or RequestLimits(),
-                draft_model=drafting,
-            )
-        finally:
-            checkpoint.close()
+        loader = ModelLoader(
+            families=plugins.families,
+            backend=make_backend(backend, dtype, numerics, plugins.backends.parts()),
+            dtype=dtype,
+            numerics=numerics,
+        )
+        opened = loader.open(folder)
+        drafting = None if draft is None else loader.open_draft(str(draft), opened.tokenizer)
+        model = cls(
+            name or folder.name.lower(),
+            opened,
+            loader,
+            plugins=plugins,
+            worker=worker or EngineWorker(),
+            engine_limits=engine_limits or EngineLimits(),
+            request_limits=request_limits or RequestLimits(),
+            draft_model=drafting,
+        )
         if worker is None:
             model._owned_worker = model._worker
         return model
@@ -198,45 +183,85 @@ class LanguageModel:
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the memory of the keys and values of that many tokens, in bytes."""
-        return KVCache.bytes_for(self.config, self.decoder.dtype, num_tokens)
+        return self.engine.kv_bytes_for(num_tokens)
+
+    @property
+    def decoder(self) -> Decoder:
+        """What computes new requests."""
+        return self.engine.weights.decoder
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return self.engine.weights.num_parameters
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that new requests get; counts up from 1 with each update."""
+        return self.engine.weights.version
+
+    @property
+    def weight_label(self) -> str:
+        """The label given with those weights; empty for none."""
+        return self.engine.weights.label
 
     @property
     def knob_names(self) -> tuple[str, ...]:
         """Names of the plain sampling knobs."""
         return tuple(self._registry.knobs)
 
-    def _sound_defaults(self, generation_config: Mapping[str, Any]) -> dict[str, object]:
-        """Return the sampling settings of generation_config.json that are numbers and legal; do_sample is ignored."""
-        sound: dict[str, object] = {}
-        for knob in tuple(self._registry.knobs):
-            value = generation_config.get(knob)
-            if not is_finite_number(value):
-                continue
-            try:
-                self._chain(GenerationSpec(prompt=(), use_model_defaults=False, knobs={knob: value}), {})
-            except InvalidRequestError as error:
-                _LOG.warning("model %s: generation_config.json is ignored where it is wrong: %s", self.name, error)
-            else:
-                sound[knob] = value
-        return sound
+    def update_weights(self, path: str | Path, *, label: str = "", expected_version: int | None = None) -> int:
+        """Load another checkpoint of this model beside the one served, and swap them between two steps.
 
-    def _chain(self, spec: GenerationSpec, defaults: Mapping[str, object]) -> SamplingChain:
-        explicit = dict(spec.knobs)
-        if spec.min_tokens:
-            explicit["min_tokens"] = spec.min_tokens
-        return SamplingChain.resolve(
-            self._registry,
-            explicit=explicit,
-            defaults=defaults,
-            stages=spec.stages,
-            order=spec.order or None,
-            model_info=self._model_info,
-        )
+        Requests under way finish on the weights they began with, and both are in memory until then. Tokenizer, chat
+        template and sampling defaults stay as they are, and so do adapters. Updates wait for each other.
 
-    def _defaults_for(self, spec: GenerationSpec) -> dict[str, object]:
-        """Return what unset knobs take: the preset's values, then the model's own."""
-        model_defaults = self.default_knobs if spec.use_model_defaults else {}
-        return {**model_defaults, **PRESETS.get(spec.preset, {})}
+        Args:
+            path: folder of the checkpoint; its tokenizer.json may be missing.
+            label: kept with the version, for people; 256 characters at most.
+            expected_version: refuses the update unless this is the version now served.
+
+        Returns:
+            The version of the new weights.
+
+        Raises:
+            InvalidRequestError: the label is too long.
+            VersionConflictError: another version than the expected one is served.
+            CheckpointError: the checkpoint is broken, or of another architecture or vocabulary. The old one is served.
+        """
+        check_label(label)
+        with self._updating:
+            version = self.weight_version
+            if expected_version is not None and expected_version != version:
+                raise VersionConflictError(self.name, expected=expected_version, served=version)
+            weights = self._loader.open_version(
+                Path(path), version=version + 1, label=label, like=self.config, tokenizer=self.tokenizer
+            )
+            self.call(lambda: self.engine.update(weights)).result()
+            return weights.version
+
+    def load_adapter(self, name: str, path: str | Path) -> LoadedAdapter:
+        """Serve an adapter under a name, in place of one that has it; requests under way keep the one they began with.
+
+        Raises:
+            InvalidRequestError: the name is not fit for one.
+            CheckpointError: the folder holds no adapter for this model.
+        """
+        check_name("adapter", name)
+        return self._adapters.put(self._loader.open_adapter(Path(path), name, self._checkpoint))
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more; requests under way keep it.
+
+        Raises:
+            AdapterNotFoundError: there is no such adapter.
+        """
+        self._adapters.remove(name)
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """The adapters that requests may name, by name."""
+        return self._adapters.all()
 
     def start(self, spec: GenerationSpec, deliver: Deliver, *, request_id: str | None = None) -> Generation:
         """Check a request and queue it. Its engine events go to `deliver`, on the engine thread.
@@ -246,77 +271,12 @@ class LanguageModel:
             ChatTemplateError: the chat template refuses the messages.
             QueueFullError: too many requests wait.
         """
-        check_spec(spec, self.request_limits, self.vocab_size)
-        if spec.speculation is Speculation.DRAFT_MODEL and self.engine.draft_model is None:
-            raise refuse("speculation", "no_draft_model")
-        chain = self._chain(spec, self._defaults_for(spec))
-        # One place is left for the first token of the answer.
-        prompt_ids = self._encode(spec.prompt, self.context_length - 1)
-        guidance = self._guidance(spec, prompt_ids)
-        lanes = [len(prompt_ids)] if guidance is None else [len(prompt_ids), len(guidance.negative_ids)]
-        room = self._room(spec, lanes)
-        max_tokens = room if spec.max_tokens is None else min(spec.max_tokens, room)
-        request = GenerationRequest(
-            request_id=request_id or uuid.uuid4().hex,
-            prompt_ids=np.array(prompt_ids, np.int64),
-            chain=chain,
-            seed=secrets.randbits(63) if spec.seed is None else spec.seed,
-            n=spec.n,
-            max_tokens=max_tokens,
-            truncated=spec.max_tokens is None or spec.max_tokens > room,
-            min_tokens=spec.min_tokens,
-            eos_ids=frozenset() if spec.ignore_eos else self.eos_ids,
-            stop_ids=frozenset(spec.stop_token_ids),
-            logprobs=spec.logprobs,
-            num_top_logprobs=spec.num_top_logprobs,
-            prompt_logprobs=spec.prompt_logprobs,
-            guidance=guidance,
-            speculation=spec.speculation,
-            max_draft_tokens=_DRAFT_TOKENS if spec.num_draft_tokens is None else spec.num_draft_tokens,
-        )
-        active = self._worker.submit(self.engine, request, deliver)
-        info = self._prompt_info(request)
+        active = self._submit(self._admission.generation(spec, request_id), deliver)
+        info = prompt_info_of(active, self.name)
         return Generation(active, spec, info, self.tokenizer, RequestReport(self._observers, info, spec.n))
 
-    def _guidance(self, spec: GenerationSpec, prompt_ids: Sequence[int]) -> Guidance | None:
-        """Return what a request is turned away from: the negative prompt, or else the prompt's last token alone."""
-        if spec.guidance_scale == 1:
-            return None
-        negative = list(prompt_ids[-1:])
-        if spec.negative_prompt is not None:
-            with renamed_field("prompt", "negative_prompt"):
-                negative = self._encode(spec.negative_prompt, self.context_length - 1)
-        return Guidance(float(spec.guidance_scale), np.array(negative, np.int64))
-
-    def _encode(self, prompt: Prompt, max_tokens: int) -> list[int]:
-        return self._prompts.encode(prompt, max_tokens)
-
-    def _room(self, spec: GenerationSpec, lanes: Sequence[int]) -> int:
-        """Return how many tokens can follow prompts of these lengths, one for each lane.
-
-        The context limits it, and the memory for keys and values, a draft model's included.
-        """
-        limit = self.engine.scheduler.limits.max_kv_bytes
-        block = len(lanes) * self.kv_bytes_for(BLOCK_TOKENS)
-        if spec.speculation is Speculation.DRAFT_MODEL and self.engine.draft_model is not None:
-            block += self.engine.draft_model.kv_bytes_for(BLOCK_TOKENS)
-        whole = min(self.context_length, limit // block * BLOCK_TOKENS)
-        if whole <= max(lanes):
-            needed = (max(lanes) // BLOCK_TOKENS + 1) * block
-            raise refuse("prompt", "kv_memory", value=needed, tokens=max(lanes), limit=limit)
-        return whole - max(lanes)
-
-    def _prompt_info(self, request: GenerationRequest) -> PromptInfo:
-        return PromptInfo(
-            request_id=request.request_id,
-            model=self.name,
-            weight_version=self.weight_version,
-            prompt_ids=tuple(request.prompt_ids.tolist()),
-            max_tokens=request.max_tokens,
-            seed=request.seed,
-            knobs=request.chain.knobs,
-            chain=tuple(StageSpec(s.name, s.stage.model_dump()) for s in request.chain.stages),
-        )
+    def _submit(self, request: GenerationRequest, deliver: Deliver) -> ActiveRequest:
+        return self._worker.submit(self.engine, request, deliver)
 
     def stream(self, prompt: Prompt, **keywords: Any) -> Iterator[GenerationEvent]:
         """Generate, yielding events as they come: a PromptInfo, Deltas, and a FinishInfo for each choice.
@@ -333,7 +293,7 @@ class LanguageModel:
         """Like `stream`, for a spec."""
         inbox: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
         generation = self.start(spec, inbox.put)
-        return _read(generation, inbox)
+        return read(generation, inbox)
 
     def generate(self, prompt: Prompt, **keywords: Any) -> GenerationResult:
         """Generate and return everything at once; see `stream`. `best_of` works here only."""
@@ -341,32 +301,24 @@ class LanguageModel:
         check_best_of(spec, self.request_limits)
         return keep_best(gather(self.stream_spec(widen(spec))), spec)
 
-    def begin_score(self, prompt: Prompt, deliver: Deliver, *, num_top_logprobs: int = 0) -> ActiveRequest:
+    def begin_score(
+        self,
+        prompt: Prompt,
+        deliver: Deliver,
+        *,
+        num_top_logprobs: int = 0,
+        adapter: str = "",
+        request_id: str | None = None,
+    ) -> ActiveRequest:
         """Check a prompt and queue it for scoring: PromptScored events and a ChoiceFinished go to `deliver`."""
-        check_top_logprobs(num_top_logprobs, self.request_limits)
-        request = GenerationRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_ids=np.array(self._encode(prompt, self.context_length), np.int64),
-            chain=self._chain(GenerationSpec(prompt=prompt), {}),
-            seed=0,
-            max_tokens=0,
-            prompt_logprobs=True,
-            num_top_logprobs=num_top_logprobs,
-        )
-        return self._worker.submit(self.engine, request, deliver)
+        request = self._admission.scoring(prompt, num_top_logprobs, adapter=adapter, request_id=request_id)
+        return self._submit(request, deliver)
 
-    def score(self, prompt: Prompt, *, num_top_logprobs: int = 0) -> tuple[TokenLogprob, ...]:
+    def score(self, prompt: Prompt, *, num_top_logprobs: int = 0, adapter: str = "") -> tuple[TokenLogprob, ...]:
         """Return the model's own log-probability of every token of a prompt; the first has none."""
         inbox: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
-        self.begin_score(prompt, inbox.put, num_top_logprobs=num_top_logprobs)
-        scored: list[TokenLogprob] = []
-        while True:
-            for event in inbox.get():
-                if isinstance(event, RequestFailed):
-                    raise event.error
-                if not isinstance(event, PromptScored):
-                    return tuple(scored)
-                scored += event.logprobs
+        active = self.begin_score(prompt, inbox.put, num_top_logprobs=num_top_logprobs, adapter=adapter)
+        return read_scores(active, inbox)
 
     def tokenize(self, prompt: str | Sequence[Message], *, add_special_tokens: bool = True) -> list[Token]:
         """Return the tokens of a text with their places in it, or those of messages in their rendered text."""
@@ -380,25 +332,26 @@ class LanguageModel:
             InvalidRequestError: an id is outside the vocabulary, or there are too many.
         """
         limit = _MAX_TOKENIZED_CONTEXTS * self.context_length
-        if len(token_ids) > limit:
-            raise refuse("token_ids", "too_many", limit=limit, value=len(token_ids))
-        violations = list(token_id_violations("token_ids", token_ids, self.vocab_size))
-        if violations:
-            raise InvalidRequestError(violations)
-        return self.tokenizer.decode(token_ids, skip_special_tokens=not special_tokens)
+        return self._prompts.decode(token_ids, special_tokens=special_tokens, max_tokens=limit)
 
-    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.floating]:
+    def logits(self, token_ids: Sequence[int], *, adapter: str = "") -> npt.NDArray[np.floating]:
         """Return the logits after each of the tokens, [seq, vocab] in the model's dtype.
 
         Raises:
-            InvalidRequestError: no tokens, too many, or one outside the vocabulary.
+            InvalidRequestError: no tokens, too many, or one outside the vocabulary; or no such adapter.
         """
-        ids = np.array(self._encode(token_ids, self.context_length), np.int64)
-        compute = lambda: self.decoder.head(self.decoder.forward(Batch.of([ids])))  # noqa: E731
+        ids = np.array(self._prompts.encode(token_ids, self.context_length), np.int64)
+        batch = Batch.of([ids], adapters=[deltas_of(self._adapters.find(adapter))])
+        compute = lambda: self.decoder.head(self.decoder.forward(batch))  # noqa: E731 - on the engine thread
         return cast("npt.NDArray[np.floating]", self.call(compute).result())
 
     def trace(
-        self, prompt: Prompt, *, layers: Sequence[int] | None = None, what: str | Sequence[str] | None = None
+        self,
+        prompt: Prompt,
+        *,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] | None = None,
+        adapter: str = "",
     ) -> Trace:
         """Run one pass over a prompt and return its named intermediates, all of them or those asked for.
 
@@ -407,17 +360,21 @@ class LanguageModel:
             layers: the layers to show, from 0; all when None or empty. What is outside all layers is not affected.
             what: name or names to show; all when None or empty. A name stands for every intermediate that has it as
                 whole dotted parts: `logits`, `attention`, `attention.weights`, `q`, `layers.3`; `*` is any text.
+            adapter: name of a loaded adapter; empty for the bare model.
 
         Raises:
             InvalidRequestError: with one violation for each wrong field; also when what is asked for is too large.
         """
         names = (what,) if isinstance(what, str) else () if what is None else what
-        return self.begin_trace(prompt, layers=() if layers is None else layers, what=names).result()
+        return self.begin_trace(prompt, layers=() if layers is None else layers, what=names, adapter=adapter).result()
 
-    def begin_trace(self, prompt: Prompt, *, layers: Sequence[int], what: Sequence[str]) -> Future[Trace]:
+    def begin_trace(
+        self, prompt: Prompt, *, layers: Sequence[int], what: Sequence[str], adapter: str = ""
+    ) -> Future[Trace]:
         """Check a trace and queue it for the engine thread; see `trace`."""
         check_lists(layers=layers, what=what)
-        return self._tracer.begin(self._encode(prompt, self.context_length), layers, what)
+        token_ids = self._prompts.encode(prompt, self.context_length)
+        return self._tracer.begin(token_ids, layers, what, self._adapters.find(adapter))
 
     def preview(self, prompt: Prompt | None = None, **keywords: Any) -> SamplingPreview:
         """Return what every stage of a chain makes of the next token's distribution, and which token is chosen.
@@ -449,39 +406,3 @@ class LanguageModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _read(generation: Generation, inbox: queue.SimpleQueue[list[EngineEvent]]) -> Iterator[GenerationEvent]:
-    try:
-        yield from generation.start()
-        while not generation.finished:
-            yield from generation.feed(inbox.get())
-    finally:
-        generation.cancel()
-
-
-def _load_draft(
-    source: str, tokenizer: Tokenizer, families: FamilyRegistry, *, dtype: DTypeName, numerics: Numerics
-) -> DraftModel:
-    """Load a draft model; CheckpointError unless its tokens are those of the model it drafts for."""
-    folder = ModelStore().resolve(source)
-    drafting = Tokenizer.load(folder)
-    size = min(drafting.vocab_size, tokenizer.vocab_size)
-    if any(drafting.token_bytes(i) != tokenizer.token_bytes(i) for i in range(size)):
-        raise CheckpointError(f"{folder}: its tokens are not those of the model that it is to draft for")
-    with load_checkpoint(folder, families) as checkpoint:
-        decoder = Decoder(checkpoint.config, checkpoint.params, dtype=dtype, numerics=numerics)
-    return DraftModel(decoder, min(size, decoder.config.vocab_size))
-
-
-def _eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer, vocab_size: int) -> frozenset[int]:
-    """Return the union of the end-of-sequence tokens that config, generation config and tokenizer name."""
-    ids = set(tokenizer.eos_token_ids)
-    for config in (checkpoint.hf_config, checkpoint.generation_config):
-        value = config.get("eos_token_id")
-        found = value if isinstance(value, list) else [value]
-        ids.update(i for i in found if isinstance(i, int) and not isinstance(i, bool))
-    outside = sorted(i for i in ids if not 0 <= i < vocab_size)
-    if outside:
-        _LOG.warning("end-of-sequence tokens outside the vocabulary are ignored: %s", str(outside)[:200])
-    return frozenset(ids.difference(outside))

@@ -17,6 +17,7 @@ from treadle_server.engine.chain import ChoiceSampler, ResolvedStage, SamplingCh
 from treadle_server.engine.events import EngineEvent, is_over
 from treadle_server.engine.request import GenerationRequest
 from treadle_server.engine.sequence import ActiveRequest, Deliver
+from treadle_server.engine.weights import LoadedAdapter
 from treadle_server.errors import TreadleError
 from treadle_server.language_model.presets import PRESETS
 from treadle_server.language_model.spec import PreviewSpec, Prompt, SamplingPreview, StageResult
@@ -224,6 +225,7 @@ class Previewer:
         encode: Callable[[Prompt, int], list[int]],
         submit: Callable[[GenerationRequest, Deliver], ActiveRequest],
         padded_size: int,
+        find_adapter: Callable[[str], LoadedAdapter | None],
     ) -> None:
         """Keep what a preview needs.
 
@@ -233,12 +235,14 @@ class Previewer:
             encode: returns the ids of a prompt, at most as many as told.
             submit: queues a request in the model's engine.
             padded_size: length of the model's rows of logits, padding included.
+            find_adapter: returns an adapter by name.
         """
         self._registry = registry
         self._info = info
         self._encode = encode
         self._submit = submit
         self._padded_size = padded_size
+        self._find_adapter = find_adapter
 
     def preview(self, spec: PreviewSpec) -> SamplingPreview:
         """Return what a spec asks for, of a prompt or of logits that the model can have made.
@@ -279,5 +283,6 @@ class Previewer:
             chain=chain,
             seed=0,
             max_tokens=1,
+            adapter=self._find_adapter(spec.adapter),
         )
         return PendingPreview(self._submit(request, deliver), lambda: preview.run(row()))

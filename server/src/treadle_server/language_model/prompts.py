@@ -56,7 +56,20 @@ class PromptEncoder:
             return self.tokenizer.encode_with_offsets(prompt, add_special_tokens)
         if not is_list(prompt) or not all(isinstance(entry, Mapping) for entry in prompt):
             raise refuse("prompt", "text_or_messages", value=prompt)
-        return self.tokenizer.encode_with_offsets(self._template(prompt, max_tokens).render(prompt), False)
+        return self.tokenizer.encode_with_offsets(self._render(prompt, max_tokens), False)
+
+    def decode(self, token_ids: Sequence[int], *, special_tokens: bool, max_tokens: int) -> str:
+        """Return the text of token ids, `max_tokens` at most.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary, or there are too many.
+        """
+        if len(token_ids) > max_tokens:
+            raise refuse("token_ids", "too_many", limit=max_tokens, value=len(token_ids))
+        violations = list(token_id_violations("token_ids", token_ids, self.vocab_size))
+        if violations:
+            raise InvalidRequestError(violations)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=not special_tokens)
 
     def _encode_list(self, prompt: Sequence[int] | Sequence[Message], max_tokens: int) -> list[int]:
         if not is_list(prompt):
@@ -68,13 +81,18 @@ class PromptEncoder:
             raise refuse("prompt", "prompt_mixed", index=index, value=prompt[index])
         if any(kinds):
             messages = cast("Sequence[Message]", prompt)
-            rendered = self._template(messages, max_tokens).render(messages)
-            return self.tokenizer.encode(rendered, add_special_tokens=False)
+            return self.tokenizer.encode(self._render(messages, max_tokens), add_special_tokens=False)
         ids = cast("Sequence[int]", prompt)
         violations = list(token_id_violations("prompt", ids, self.vocab_size))
         if violations:
             raise InvalidRequestError(violations)
         return list(ids)
+
+    def _render(self, messages: Sequence[Message], max_tokens: int) -> str:
+        """Return the text of messages, unless a look at its length tells that it is too long."""
+        rendered = self._template(messages, max_tokens).render(messages)
+        self._check_text("prompt", rendered, max_tokens)
+        return rendered
 
     def _template(self, messages: Sequence[Message], max_tokens: int) -> ChatTemplate:
         """Return the model's chat template after a look at what it is to render."""

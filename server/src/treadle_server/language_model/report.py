@@ -18,13 +18,13 @@ class RequestReport:
         self._observers = observers
         self._info = info
         self._reasons: dict[int, FinishReason] = {}
-        self._timings = Timings(0.0, 0.0, 0.0)
+        self.timings = Timings(0.0, 0.0, 0.0)
         self._closed = False
         observers.started(lambda: _request_info(info, num_choices))
 
     def note(self, timings: Timings) -> None:
         """Note the durations up to a token or to the end of a choice."""
-        self._timings = timings
+        self.timings = timings
 
     def choice_ended(self, finish: FinishInfo) -> None:
         """Note why a choice ended."""
@@ -50,9 +50,9 @@ class RequestReport:
             error=error,
             num_prompt_tokens=len(self._info.prompt_ids),
             num_generated_tokens=sum(num_tokens),
-            queue_s=self._timings.queue_s,
-            prefill_s=self._timings.prefill_s,
-            decode_s=self._timings.decode_s,
+            queue_s=self.timings.queue_s,
+            prefill_s=self.timings.prefill_s,
+            decode_s=self.timings.decode_s,
         )
 
 

@@ -24,6 +24,7 @@ class GenerationSpec:
 
     Attributes:
         prompt: a text, token ids, or messages for the chat template.
+        adapter: name of a loaded adapter; empty for the bare model.
         knobs: plain sampling knobs that were set, by name, such as `{"temperature": 0.8}`.
         seed: key of the noise, 0 to 2^64 - 1; drawn when unset.
         stages: stages added to the chain by name.
@@ -34,6 +35,7 @@ class GenerationSpec:
         negative_prompt: the prompt's last token alone when unset.
         speculation: where drafted tokens come from.
         num_draft_tokens: tokens drafted for a step at most.
+        priority: higher ones go first, -100 to 100; a step is worth 10 s of waiting.
     """
 
     prompt: Prompt
@@ -61,6 +63,7 @@ class GenerationSpec:
     negative_prompt: Prompt | None = None
     speculation: Speculation = Speculation.NONE
     num_draft_tokens: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,9 @@ class PromptInfo:
     """What the model made of a request; the first event of every generation.
 
     Attributes:
+        weight_version: version of the weights that answer, whatever is loaded meanwhile.
+        adapter: name of the adapter that answers; empty for the bare model.
+        adapter_version: its version; 0 for the bare model.
         prompt_ids: ids of the prompt, BOS included.
         max_tokens: tokens that each choice may generate.
         seed: the seed used, given or drawn.
@@ -79,6 +85,8 @@ class PromptInfo:
     request_id: str
     model: str
     weight_version: int
+    adapter: str
+    adapter_version: int
     prompt_ids: tuple[int, ...]
     max_tokens: int
     seed: int
@@ -156,6 +164,7 @@ class PreviewSpec:
         output_ids: tokens that count as sampled already.
         eos_ids: end-of-sequence tokens that the stages see.
         stop_token_ids: stop tokens that the stages see.
+        adapter: name of a loaded adapter, with a prompt; empty for the bare model.
         preset: a preset whose values unset knobs take.
         knobs: plain sampling knobs that were set, by name.
         seed: key of the noise, 0 to 2^64 - 1; drawn when unset.
@@ -169,6 +178,7 @@ class PreviewSpec:
     output_ids: Sequence[int] = ()
     eos_ids: Sequence[int] = ()
     stop_token_ids: Sequence[int] = ()
+    adapter: str = ""
     preset: str = ""
     knobs: Mapping[str, object] = field(default_factory=dict)
     seed: int | None = None

@@ -20,9 +20,7 @@ class ChoiceText:
         self.num_tokens = 0
         self._tokenizer = tokenizer
         self._spec = spec
-        self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=not spec.special_tokens, prompt_ids=prompt_ids
-        )
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=not spec.special_tokens, prompt_ids=prompt_ids)
         self._stop = StopMatcher(spec.stop, include_stop=spec.include_stop)
 
     @property

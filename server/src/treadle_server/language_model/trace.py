@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,14 +14,19 @@ import numpy as np
 import numpy.typing as npt
 from treadle_plugin_api.backend import Batch
 
+from treadle_server.engine.engine import Engine
+from treadle_server.engine.weights import LoadedAdapter, deltas_of
+from treadle_server.engine.worker import EngineWorker
 from treadle_server.errors import EngineError
 from treadle_server.language_model.validation import RequestLimits, check_trace, check_trace_size, refuse
-from treadle_server.model.decoder import Decoder
 
 Array = npt.NDArray[Any]
 
 # Two short passes of different length tell every name, and which dimensions of its shape grow with the tokens.
 _PROBE_LENGTHS = (2, 3)
+# What a pass may work before the streams have a step, and the rows of its end: logits over a vocabulary take long.
+_TURN_S = 0.025
+_HEAD_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +35,12 @@ class Trace(Mapping[str, Array]):
 
     Attributes:
         token_ids: the tokens that the pass saw.
+        weight_version: version of the weights it was made with.
         tensors: the arrays; `[tokens, ...]`, or `[heads, tokens, ...]` for those of each head.
     """
 
     token_ids: tuple[int, ...]
+    weight_version: int
     tensors: Mapping[str, Array] = field(repr=False)
 
     def __getitem__(self, name: str) -> Array:
@@ -60,25 +68,28 @@ class _Kind:
 
 
 class Tracer:
-    """Traces passes of one decoder. `begin` may be called from any thread but the decoder's own."""
+    """Traces passes of one model, with the weights of the moment. `begin` may be called from any thread but its own."""
 
-    def __init__(
-        self, decoder: Decoder, limits: RequestLimits, call: Callable[[Callable[[], Any]], Future[Any]]
-    ) -> None:
-        """Keep the decoder, the limits, and `call`, which runs a function on the decoder's thread."""
-        self._decoder = decoder
+    def __init__(self, engine: Engine, limits: RequestLimits, worker: EngineWorker) -> None:
+        self._engine = engine
         self._limits = limits
-        self._call = call
+        self._worker = worker
         self._kinds: Mapping[str, _Kind] = {}
 
-    def begin(self, token_ids: Sequence[int], layers: Sequence[int], what: Sequence[str]) -> Future[Trace]:
+    def begin(
+        self, token_ids: Sequence[int], layers: Sequence[int], what: Sequence[str], adapter: LoadedAdapter | None
+    ) -> Future[Trace]:
         """Check what is asked for and queue the pass; see `LanguageModel.trace`."""
-        check_trace(len(token_ids), layers, what, self._decoder.config.num_layers, self._limits)
+        check_trace(len(token_ids), layers, what, self._engine.weights.decoder.config.num_layers, self._limits)
         if not self._kinds:
-            self._kinds = self._call(self._probe).result()
+            self._kinds = self._worker.call(self._probe).result()
         names = _select(self._kinds, frozenset(layers), what)
         check_trace_size(sum(self._kinds[name].num_bytes(len(token_ids)) for name in names), self._limits)
-        return self._call(lambda: Trace(tuple(token_ids), self._run(token_ids, names)))
+        return self._worker.call(lambda: self._trace(token_ids, names, adapter))
+
+    def _trace(self, token_ids: Sequence[int], names: frozenset[str], adapter: LoadedAdapter | None) -> Trace:
+        tensors = self._run(token_ids, names, adapter)
+        return Trace(tuple(token_ids), self._engine.weights.version, tensors)
 
     def _probe(self) -> Mapping[str, _Kind]:
         short, long = (self._run([0] * length, None) for length in _PROBE_LENGTHS)
@@ -88,22 +99,46 @@ class Tracer:
             if name in long
         }
 
-    def _run(self, token_ids: Sequence[int], names: frozenset[str] | None) -> dict[str, Array]:
+    def _run(
+        self, token_ids: Sequence[int], names: frozenset[str] | None, adapter: LoadedAdapter | None = None
+    ) -> dict[str, Array]:
         """Return the named intermediates of a pass over the tokens, all of them if None."""
-        seen: dict[str, Array] = {}
+        seen: dict[str, list[Array]] = {}
+        turns = _Turns(self._worker.step)
 
         def observe(name: str, array: Array) -> None:
             if names is None or name in names:
-                seen[name] = array
+                seen.setdefault(name, []).append(array)
+            turns.offer()
 
+        decoder = self._engine.weights.decoder
+        batch = Batch.of([token_ids], adapters=[deltas_of(adapter)])
         try:
             with np.errstate(all="ignore"):  # what is not finite is there to be seen
-                hidden = self._decoder.forward(Batch.of([token_ids]), observe=observe)
+                hidden = decoder.forward(batch, observe=observe)
                 if names is None or names - seen.keys():
-                    self._decoder.head(hidden, observe)
+                    for start in range(0, len(hidden), _HEAD_ROWS):
+                        decoder.head(hidden[start : start + _HEAD_ROWS], observe)
+                return {name: np.concatenate(parts) for name, parts in seen.items()}
         except MemoryError as error:
             raise EngineError("the server ran out of memory") from error
-        return seen
+
+
+class _Turns:
+    """Lets the engines have a step whenever a pass has worked for a while, so that no stream waits for all of it.
+
+    A decoder and its backend keep nothing between two calls, so other passes may run while one waits.
+    """
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._began_s = time.perf_counter()
+
+    def offer(self) -> None:
+        """Step the engines if it is their turn."""
+        if time.perf_counter() - self._began_s >= _TURN_S:
+            self._step()
+            self._began_s = time.perf_counter()
 
 
 def _select(known: Mapping[str, object], layers: frozenset[int], what: Sequence[str]) -> frozenset[str]:

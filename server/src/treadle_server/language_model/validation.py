@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ MAX_COUNT = 2**31 - 1
 MAX_STAGES = 64
 MAX_GUIDANCE_SCALE = 100
 MAX_DRAFT_TOKENS = 32
+MAX_PRIORITY = 100
 # Patterns of a trace, and characters of one.
 MAX_PATTERNS = 256
 MAX_PATTERN_LENGTH = 256
+MAX_LABEL_LENGTH = 256
+# Names that models and adapters get while the server runs.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,95}")
 # Characters of a value in a message.
 _LONGEST_SHOWN = 200
 
@@ -29,6 +34,7 @@ MESSAGES = {
     "integer": "must be an integer, got {value!r}",
     "range": "must be in [{low}, {high}], got {value}",
     "min_tokens": "must not exceed max_tokens ({max_tokens}), got {value}",
+    "name": "must be 1 to 96 letters, digits and '._:/@+-', beginning with a letter or digit, got {value!r}",
     "list": "must be a list, got {value!r}",
     "boolean": "must be true or false, got {value!r}",
     "text": "must be a text, got {value!r}",
@@ -45,7 +51,7 @@ MESSAGES = {
     "guided_speculation": "cannot be combined with guidance_scale",
     "no_draft_model": "needs a server that was started with a draft model for this model",
     "preset": "there is no preset {value!r}; presets are: {known}",
-    "adapter": "there is no adapter {value!r}; no adapters are loaded",
+    "adapter": "there is no adapter {value!r}; loaded adapters: {known}",
     "top_needs_logprobs": "needs logprobs or prompt_logprobs to be asked for, got {value}",
     "prompt_type": "must be a text, a list of token ids or a list of messages, got {value!r}",
     "text_or_messages": "must be a text or a list of messages, got {value!r}",
@@ -65,6 +71,7 @@ MESSAGES = {
     "trace_nothing": "names nothing that is in the layers {layers}",
     "prompt_or_logits": "must be given, or else logits: one of the two",
     "logits_only": "goes with logits; a prompt brings its own",
+    "prompt_only": "goes with a prompt: given logits are made already",
     "logits_shape": "must be a list of numbers, at least one, got an array of shape {shape} and type {dtype}",
     "logits_vocabulary": "must have {vocab_size} values, the vocabulary of model {model!r}, got {value}",
     "logit": "must be a finite number in the range of float32, or -inf for a masked token, got {value}",
@@ -151,6 +158,7 @@ def check_spec(spec: GenerationSpec, limits: RequestLimits, vocab_size: int) -> 
 
 def _violations(spec: GenerationSpec, limits: RequestLimits, vocab_size: int) -> Iterator[Violation]:
     yield from _integer("n", spec.n, 1, limits.max_choices)
+    yield from _integer("priority", spec.priority, -MAX_PRIORITY, MAX_PRIORITY)
     yield from _integer("seed", 0 if spec.seed is None else spec.seed, 0, 2**64 - 1)
     yield from _integer("max_tokens", 1 if spec.max_tokens is None else spec.max_tokens, 1, MAX_COUNT)
     yield from _integer("min_tokens", spec.min_tokens, 0, MAX_COUNT)
@@ -168,8 +176,21 @@ def _violations(spec: GenerationSpec, limits: RequestLimits, vocab_size: int) ->
     if spec.best_of is not None:  # whoever answers at once has replaced it by now
         yield violation("best_of", "best_of_stream", value=spec.best_of)
     yield from _preset(spec.preset)
-    if spec.adapter:
-        yield violation("adapter", "adapter", value=spec.adapter)
+    if not isinstance(spec.adapter, str):
+        yield violation("adapter", "text", value=spec.adapter)
+
+
+def check_name(field: str, name: str) -> None:
+    """Refuse a name that nobody could type or log: models and adapters get theirs by RPC."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refuse(field, "name", value=name)
+
+
+def check_label(label: str) -> None:
+    """Refuse a label of a weight version that no list could show."""
+    violations = list(_text("label", label, MAX_LABEL_LENGTH))
+    if violations:
+        raise InvalidRequestError(violations)
 
 
 def check_lists(**values: object) -> None:
@@ -353,6 +374,8 @@ def check_preview_source(spec: PreviewSpec) -> None:
         raise refuse("prompt", "prompt_or_logits")
     if spec.prompt is not None and len(spec.prompt_ids):
         raise refuse("prompt_ids", "logits_only")
+    if spec.prompt is None and spec.adapter:
+        raise refuse("adapter", "prompt_only")
 
 
 def check_preview(spec: PreviewSpec, vocab_size: int, context_length: int) -> None:

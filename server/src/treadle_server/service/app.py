@@ -22,6 +22,7 @@ from treadle_protos.v1 import (
     server_pb2_grpc,
     trace_pb2,
     trace_pb2_grpc,
+    training_pb2,
 )
 
 from treadle_server.config import ServerConfig
@@ -32,13 +33,19 @@ from treadle_server.language_model import LanguageModel, RequestLimits
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service.active_requests import ActiveRequests
 from treadle_server.service.address import join_address, listen_problem
+from treadle_server.service.allowed_folders import AllowedFolders
+from treadle_server.service.engine_metrics import EngineCollector, PluginCollector
 from treadle_server.service.generation_servicer import GenerationServicer
 from treadle_server.service.interceptor import RequestInterceptor
+from treadle_server.service.model_changes import ModelChanges
 from treadle_server.service.model_servicer import ModelServicer
+from treadle_server.service.observability import Observability
 from treadle_server.service.sampler_servicer import SamplerServicer
+from treadle_server.service.security import ServerSecurity
 from treadle_server.service.served_models import ServedModels
 from treadle_server.service.server_servicer import ServerServicer
 from treadle_server.service.trace_servicer import TraceServicer
+from treadle_server.service.training_config import TrainerConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +58,8 @@ SERVICES = (
     server_pb2.DESCRIPTOR.services_by_name["ServerService"].full_name,
     trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name,
 )
+# The service of a trainer, which may run in a process beside a server.
+TRAINING_SERVICE = training_pb2.DESCRIPTOR.services_by_name["TrainingService"].full_name
 # Threads that check and tokenise requests; the library releases the interpreter lock while it works.
 _NUM_ADMISSION_THREADS = 4
 # What finished requests get to send their last message; health watches, which never end by themselves, are cut off.
@@ -71,16 +80,22 @@ class InferenceServer:
         self._executor = ThreadPoolExecutor(_NUM_ADMISSION_THREADS, thread_name_prefix="treadle-admission")
         self._health = health.aio.HealthServicer()
         self._active = ActiveRequests()
-        self._server = grpc.aio.server(
-            interceptors=[RequestInterceptor(self._active)], options=channel_options(config)
+        self.security = ServerSecurity(config)
+        collectors = (EngineCollector(self.models.all), PluginCollector(plugins))
+        self.observability = Observability(config, self.security, collectors, generates=True)
+        interceptor = RequestInterceptor(
+            self._active, self.security, self.observability.telemetry, config.max_request_entries
         )
+        self._server = grpc.aio.server(interceptors=[interceptor], options=channel_options(config))
         self._add_services()
 
     def _add_services(self) -> None:
         server = self._server
         generation = GenerationServicer(self.models, self._executor, self.config.max_message_bytes)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.models), server)
+        allowed = AllowedFolders(self.config.model_roots)
+        self._changes = ModelChanges(self.models, self.load_model, allowed, self.config.grace_s)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(self.models, self._changes), server)
         sampler_pb2_grpc.add_SamplerServiceServicer_to_server(SamplerServicer(self.models, self.plugins), server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(self.models, self.config), server)
         trace = TraceServicer(self.models, self.plugins, self._executor, self.config.max_message_bytes)
@@ -98,9 +113,10 @@ class InferenceServer:
         host, port = self.config.host, self.config.port
         address = join_address(host, port)
         try:
-            port = self._server.add_insecure_port(address)
+            port = self.security.add_port(self._server, address)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: {listen_problem(host, port) or error}") from error
+        self.observability.start()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
         return int(port)
@@ -136,8 +152,15 @@ class InferenceServer:
         await self._health.enter_graceful_shutdown()
         idle = await self._active.wait_until_idle(self.config.grace_s if grace_s is None else grace_s)
         await self._server.stop(_LAST_WORDS_S if idle else 0)
+        self._changes.stop()
         await asyncio.to_thread(self._worker.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
+        await self.observability.stop()
+
+    async def report_trainer(self, runs: bool) -> None:
+        """Say to health checks of the training service whether the trainer beside this server runs."""
+        status = health_pb2.HealthCheckResponse.SERVING if runs else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set(TRAINING_SERVICE, status)
 
     async def _set_health(self, status: int) -> None:
         for service in ("", *SERVICES):
@@ -150,7 +173,7 @@ def _pick(kind: type[_Limits], config: ServerConfig) -> _Limits:
     return kind(**{name: getattr(config, name) for name in names if name in ServerConfig.model_fields})
 
 
-def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
+def channel_options(config: ServerConfig | TrainerConfig) -> list[tuple[str, int]]:
     """Return gRPC's options. It ignores names that it does not know, so a test looks for each one in its library."""
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -158,5 +181,6 @@ def channel_options(config: ServerConfig) -> list[tuple[str, int]]:
         # Clients ping every 10 s or more to find dead connections, also before they send anything.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.server_handshake_timeout_ms", 20_000),  # a connection that never says who it is goes away
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent split of the traffic
     ]

@@ -15,6 +15,7 @@ from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.events import FinishReason, TokenLogprob
 from treadle_server.engine.request import LogprobsMode
 from treadle_server.engine.speculation import Speculation
+from treadle_server.engine.weights import LoadedAdapter
 from treadle_server.errors import InvalidRequestError, Violation
 from treadle_server.language_model import Choice, Delta, FinishInfo, GenerationSpec, LanguageModel, PromptInfo
 from treadle_server.language_model.spec import Message, Prompt
@@ -83,6 +84,7 @@ def spec_from_proto(spec: pb.GenerationSpec) -> GenerationSpec:
         negative_prompt=prompt_from_proto(spec.negative_prompt) if spec.HasField("negative_prompt") else None,
         speculation=_enum(_SPECULATION, spec.speculation, "speculation", pb.SpeculationMode),
         num_draft_tokens=_optional(spec, "num_draft_tokens", None),
+        priority=_optional(spec, "priority", 0),
         **sampling_from_proto(spec.sampling),
     )
 
@@ -136,12 +138,6 @@ def _enum(meanings: Mapping[Any, _T], value: Any, field: str, kind: Any) -> _T:
     if value not in meanings:
         raise InvalidRequestError.of(field, f"must be one of {', '.join(kind.keys())}, got {value}")
     return meanings[value]
-
-
-def refuse_adapter(name: str) -> None:
-    """Refuse a named adapter: there are none."""
-    if name:
-        raise InvalidRequestError.of("adapter", f"there is no adapter {name!r}")
 
 
 def prompt_from_proto(message: _PromptMessage) -> Prompt:
@@ -224,6 +220,8 @@ def prompt_info_to_proto(info: PromptInfo, tokenizer: Tokenizer, *, token_ids: b
         request_id=info.request_id,
         model=info.model,
         weight_version=info.weight_version,
+        adapter=info.adapter,
+        adapter_version=info.adapter_version,
         num_prompt_tokens=len(info.prompt_ids),
         max_tokens=info.max_tokens,
         seed=info.seed,
@@ -316,8 +314,14 @@ def model_to_proto(model: LanguageModel) -> model_pb2.Model:
         backend=model.decoder.backend.name,
         numerics=model.decoder.numerics,
         weight_version=model.weight_version,
+        weight_label=model.weight_label,
         bos_token_id=model.tokenizer.bos_token_id,
         eos_token_ids=sorted(model.eos_ids),
         has_chat_template=model.tokenizer.chat_template is not None,
         default_knobs=values_to_proto(model.default_knobs),
     )
+
+
+def adapter_to_proto(adapter: LoadedAdapter, model: str) -> model_pb2.Adapter:
+    """Return the description of an adapter of the named model."""
+    return model_pb2.Adapter(name=adapter.name, model=model, version=adapter.version, rank=adapter.rank)

@@ -12,7 +12,7 @@ from treadle_server.config import ServerConfig
 from treadle_server.plugins import PluginManager
 from treadle_server.service.address import join_address
 from treadle_server.service.app import InferenceServer
-from treadle_server.service.startup import find_models, load_models, load_plugins
+from treadle_server.service.startup import check_adapters, find_models, load_models, load_plugins
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,7 @@ def embedded_server(models: Sequence[str], config: ServerConfig) -> Iterator[str
         TreadleError: a model, a plugin or the address cannot be had; the message says why.
     """
     sources = find_models(models)
+    check_adapters(config, sources)
     plugins = load_plugins(config)
     with _loop_in_thread() as loop:
         server = _run(loop, _make(config, plugins))

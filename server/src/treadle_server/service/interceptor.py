@@ -1,90 +1,149 @@
-"""One place through which every RPC of treadle goes: it parses the message and turns errors into statuses."""
+"""One place through which every RPC goes: it asks who calls, parses the message and turns errors into statuses."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from treadle_server.errors import TreadleError
+from treadle_server.errors import NotSupportedError, TreadleError
 from treadle_server.service.active_requests import ActiveRequests
-from treadle_server.service.status import abort, abort_internal, abort_malformed
+from treadle_server.service.message_size import check_entries
+from treadle_server.service.permissions import is_open
+from treadle_server.service.security import ServerSecurity
+from treadle_server.service.status import abort, abort_internal, abort_malformed, reason_of_status
+from treadle_server.service.telemetry import Telemetry
 
 _LOG = logging.getLogger(__name__)
-_OUR_SERVICES = "/treadle_protos."
+_OUR_SERVICES: Final = "/treadle_protos."
+# Messages of this many bytes are parsed off the event loop: millions of small entries take seconds, and meanwhile
+# health checks and streams would wait.
+_MANY_BYTES: Final = 32 << 10
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] # grpc ships no types
-    """Takes raw bytes and parses them itself: gRPC would answer a malformed message with INTERNAL."""
+    """Lets nobody in who may not come in, and nothing of a message before that.
 
-    def __init__(self, active: ActiveRequests) -> None:
+    It takes raw bytes and parses them itself: gRPC would answer a malformed message with INTERNAL. To gRPC every
+    handler takes a stream: the only message of another one it reads before it calls it, 16 MB from anyone at all.
+    """
+
+    def __init__(
+        self, active: ActiveRequests, security: ServerSecurity, telemetry: Telemetry, max_request_entries: int
+    ) -> None:
         self._active = active
+        self._security = security
+        self._telemetry = telemetry
+        self._max_request_entries = max_request_entries
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Wrap the handlers of treadle's own services; leave health and reflection as they are."""
+        """Wrap the handlers of treadle's own services, guard reflection, and let anyone ask for health."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OUR_SERVICES):
+        method = handler_call_details.method
+        if handler is None:
             return handler
+        if is_open(method):
+            return self._open(handler)
+        if not method.startswith(_OUR_SERVICES):
+            return self._guarded(handler, method)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _stream(handler, self._active), response_serializer=handler.response_serializer
+            return grpc.stream_stream_rpc_method_handler(
+                self._stream(handler, method), response_serializer=handler.response_serializer
             )
-        return grpc.unary_unary_rpc_method_handler(
-            _unary(handler, self._active), response_serializer=handler.response_serializer
+        return grpc.stream_unary_rpc_method_handler(
+            self._unary(handler, method), response_serializer=handler.response_serializer
         )
 
+    def _unary(
+        self, handler: grpc.RpcMethodHandler, method: str
+    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[Any]]:
+        async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            async with self._admitted(method, context):
+                return await handler.unary_unary(await self._request(handler, context), context)
 
-def _unary(
-    handler: grpc.RpcMethodHandler, active: ActiveRequests
-) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Any]]:
-    async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
-        request = await _parse(handler, raw, context)
-        try:
-            with active:
-                return await handler.unary_unary(request, context)
-        except TreadleError as error:
-            await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:  # noqa: BLE001 - a fault of ours fails this RPC alone
-            _LOG.exception("an RPC failed")
-            await abort_internal(context)
+        return call
 
-    return call
-
-
-def _stream(
-    handler: grpc.RpcMethodHandler, active: ActiveRequests
-) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[Any]]:
-    async def call(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        request = await _parse(handler, raw, context)
-        try:
-            with active:
+    def _stream(
+        self, handler: grpc.RpcMethodHandler, method: str
+    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], AsyncIterator[Any]]:
+        async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with self._admitted(method, context):
+                request = await self._request(handler, context)
                 async with aclosing(handler.unary_stream(request, context)) as responses:
                     async for response in responses:
                         yield response
-        except TreadleError as error:
-            await abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:  # noqa: BLE001 - a fault of ours fails this RPC alone
-            _LOG.exception("an RPC failed")
-            await abort_internal(context)
 
-    return call
+        return call
 
+    def _open(self, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Return health's handler, for anyone; it answers, or writes to the context."""
 
-async def _parse(handler: grpc.RpcMethodHandler, raw: bytes, context: grpc.aio.ServicerContext) -> Any:
-    try:
-        return handler.request_deserializer(raw)
-    except DecodeError:
+        async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+            try:
+                return await behaviour(await self._request(handler, context), context)
+            except NotImplementedError:  # gRPC's servicer lacks Health.List, and gRPC would log a traceback for it
+                await abort(context, NotSupportedError("health is checked and watched, a service at a time"))
+
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return make(call, response_serializer=handler.response_serializer)
+
+    def _guarded(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        """Return reflection's handler, for those who may call it."""
+
+        async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with self._admitted(method, context):
+                async for response in handler.stream_stream(requests, context):
+                    yield response
+
+        return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+
+    @asynccontextmanager
+    async def _admitted(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Let a caller in who may call the method, watch the request, and turn errors into statuses."""
+        with self._telemetry.watch(method, context) as call:
+            try:
+                caller = self._security.authorise(method, context)
+                call.client = caller.name
+                with self._security.place_for(caller), self._active:
+                    yield
+            except TreadleError as error:
+                call.failed(error, reason_of_status(error))
+                await abort(context, error)
+            except (grpc.aio.AbortError, grpc.aio.BaseError):
+                raise
+            except Exception:  # noqa: BLE001 - a fault of ours fails this RPC alone
+                _LOG.exception("an RPC failed")
+                await abort_internal(context)
+
+    async def _request(self, handler: grpc.RpcMethodHandler, context: grpc.aio.ServicerContext) -> Any:
+        """Read and parse the only message of an RPC."""
+        raw = await context.read()
         owner = getattr(handler.request_deserializer, "__self__", None)
-        await abort_malformed(context, getattr(owner, "__name__", "message"))
+        name = getattr(owner, "__name__", "message")
+        if raw is grpc.aio.EOF:
+            await abort_malformed(context, name)
+        try:
+            if len(raw) < _MANY_BYTES:
+                return self._parse(handler, raw)
+            return await asyncio.to_thread(self._parse, handler, raw)
+        except DecodeError:
+            await abort_malformed(context, name)
+
+    def _parse(self, handler: grpc.RpcMethodHandler, raw: bytes) -> Any:
+        request = handler.request_deserializer(raw)
+        check_entries(request, self._max_request_entries)
+        return request

@@ -1,4 +1,4 @@
-"""ModelService: lists the served models. Loading and updating them while serving is not there yet."""
+"""ModelService: lists the served models, loads, updates and unloads them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import grpc
 from treadle_protos.v1 import model_pb2 as pb
 from treadle_protos.v1 import model_pb2_grpc
 
-from treadle_server.errors import NotSupportedError
-from treadle_server.service.convert import model_to_proto
+from treadle_server.service.convert import adapter_to_proto, model_to_proto
+from treadle_server.service.model_changes import ModelChanges
 from treadle_server.service.served_models import ServedModels
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Answers from the models that are loaded."""
+    """Answers from the models that are loaded, and changes them."""
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ServedModels, changes: ModelChanges) -> None:
         self._models = models
+        self._changes = changes
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -28,35 +29,42 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         return pb.GetModelResponse(model=model_to_proto(self._models.get(request.model)))
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: grpc.aio.ServicerContext) -> pb.LoadModelResponse:
-        """Refuse: models are named when the server starts."""
-        raise NotSupportedError("models cannot be loaded while the server runs; name them to `treadle serve`")
+        """Load a model and serve it."""
+        return pb.LoadModelResponse(model=model_to_proto(await self._changes.load_model(request.model, request.source)))
 
     async def UnloadModel(
         self, request: pb.UnloadModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadModelResponse:
-        """Refuse: models stay until the server stops."""
-        raise NotSupportedError("models cannot be unloaded while the server runs")
+        """Serve a model no more, and free it."""
+        await self._changes.unload_model(request.model)
+        return pb.UnloadModelResponse()
 
     async def UpdateWeights(
         self, request: pb.UpdateWeightsRequest, context: grpc.aio.ServicerContext
     ) -> pb.UpdateWeightsResponse:
-        """Refuse: weights stay as they were loaded."""
-        raise NotSupportedError("weights cannot be updated while the server runs")
+        """Replace a model's weights between two steps."""
+        expected = request.expected_version if request.HasField("expected_version") else None
+        version = await self._changes.update_weights(request.model, request.path, request.label, expected)
+        return pb.UpdateWeightsResponse(weight_version=version)
 
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadAdapterResponse:
-        """Refuse: there are no adapters."""
-        raise NotSupportedError("this server has no adapters")
+        """Load an adapter of a model."""
+        model = self._models.get(request.model).name
+        adapter = await self._changes.load_adapter(model, request.adapter, request.path)
+        return pb.LoadAdapterResponse(adapter=adapter_to_proto(adapter, model))
 
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadAdapterResponse:
-        """Refuse: there are no adapters."""
-        raise NotSupportedError("this server has no adapters")
+        """Serve an adapter no more."""
+        await self._changes.unload_adapter(request.model, request.adapter)
+        return pb.UnloadAdapterResponse()
 
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListAdaptersResponse:
-        """Refuse: there are no adapters."""
-        raise NotSupportedError("this server has no adapters")
+        """List the adapters of a model."""
+        model = self._models.get(request.model)
+        return pb.ListAdaptersResponse(adapters=[adapter_to_proto(entry, model.name) for entry in model.adapters])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +22,8 @@ async def run_off_loop(
     executor: Executor, function: Callable[[], _T], undo: Callable[[_T], object] | None = None
 ) -> _T:
     """Run a function in a thread of the executor; when the RPC ends meanwhile, `undo` gets what it returns."""
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    inside = contextvars.copy_context()  # what the thread logs then names the request
+    future = asyncio.get_running_loop().run_in_executor(executor, inside.run, function)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
@@ -31,6 +35,31 @@ async def run_off_loop(
 def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:
     if not future.cancelled() and future.exception() is None:
         undo(future.result())
+
+
+def in_daemon_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
+    """Run a function in a thread of its own, that does not keep the process alive when nobody waits for it any more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def resolve(result: _T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None is then what the function returned
+
+    def run() -> None:
+        try:
+            outcome: tuple[_T | None, BaseException | None] = (function(), None)
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
+            outcome = (None, error)
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            loop.call_soon_threadsafe(resolve, *outcome)
+
+    threading.Thread(target=run, name="treadle-loading", daemon=True).start()
+    return future
 
 
 def deliver_to(inbox: Inbox) -> Callable[[list[EngineEvent]], None]:

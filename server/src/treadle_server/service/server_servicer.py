@@ -15,7 +15,19 @@ from treadle_server.service.served_models import ServedModels
 from treadle_server.version import VERSION
 
 _PROTOCOL_VERSION = "v1"
-_CAPABILITIES = ("chat", "logprobs", "preview", "prompt_logprobs", "sampler_plugins", "score", "stream", "trace")
+_CAPABILITIES = (
+    "adapters",
+    "chat",
+    "logprobs",
+    "model_loading",
+    "preview",
+    "prompt_logprobs",
+    "sampler_plugins",
+    "score",
+    "stream",
+    "trace",
+    "weight_updates",
+)
 
 
 class ServerServicer(server_pb2_grpc.ServerServiceServicer):
@@ -63,4 +75,12 @@ def _load(model: LanguageModel) -> pb.ModelLoad:
         kv_cache_bytes=load.kv_cache_bytes,
         max_kv_cache_bytes=load.max_kv_cache_bytes,
         num_generated_tokens=load.num_generated_tokens,
+        num_weight_versions=load.num_weight_versions,
+        num_paused_sequences=load.num_paused_sequences,
+        num_preempted_sequences=load.num_preempted_sequences,
+        num_preemptions=load.num_preemptions,
+        prefix_cache_bytes=load.prefix_cache_bytes,
+        max_prefix_cache_bytes=load.max_prefix_cache_bytes,
+        num_prefix_hit_tokens=load.num_prefix_hit_tokens,
+        num_prefix_queried_tokens=load.num_prefix_queried_tokens,
     )

@@ -13,6 +13,7 @@ from treadle_server.errors import ConfigError
 from treadle_server.language_model import LanguageModel
 from treadle_server.plugins import PluginManager
 from treadle_server.service.app import InferenceServer
+from treadle_server.service.training_config import TrainerConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,7 +53,33 @@ def _find(text: str, store: ModelStore) -> ModelSource:
     return ModelSource(name=name, folder=store.resolve(source))
 
 
-def load_plugins(config: ServerConfig) -> PluginManager:
+def find_adapters(texts: Iterable[str], sources: Sequence[ModelSource]) -> dict[str, dict[str, str]]:
+    """Return folders by model and adapter for texts such as `cats=path/to/adapter` and `model:cats=path/to/adapter`.
+
+    Raises:
+        ConfigError: a text has another form, names no served model, or none where there are several.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        model, colon, adapter = name.rpartition(":")
+        if not equals or not adapter or not folder:
+            raise ConfigError(f"an adapter is written NAME=FOLDER or MODEL:NAME=FOLDER, got {text!r}")
+        if not colon and len(sources) > 1:
+            raise ConfigError(f"there are several models; write MODEL:{text} to say which one the adapter is for")
+        found.setdefault(model if colon else sources[0].name, {})[adapter] = folder
+    return found
+
+
+def check_adapters(config: ServerConfig, sources: Sequence[ModelSource]) -> None:
+    """Raise ConfigError if adapters are set for a model that is not served."""
+    names = [source.name for source in sources]
+    for model in config.adapters:
+        if model not in names:
+            raise ConfigError(f"adapters are set for the model {model!r}; the served ones are: {', '.join(names)}")
+
+
+def load_plugins(config: ServerConfig | TrainerConfig) -> PluginManager:
     """Load the plugins that the settings name; each one that fails is logged.
 
     Raises:
@@ -70,5 +97,8 @@ def load_models(server: InferenceServer, sources: Sequence[ModelSource]) -> list
     models = []
     for source in sources:
         _LOG.info("loading %s from %s", source.name, source.folder)
-        models.append(server.load_model(str(source.folder), source.name))
+        model = server.load_model(str(source.folder), source.name)
+        for name, folder in server.config.adapters.get(source.name, {}).items():
+            model.load_adapter(name, folder)
+        models.append(model)
     return models

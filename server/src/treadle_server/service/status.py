@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -11,18 +12,30 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from treadle_server.errors import (
+    AccessDeniedError,
+    AdapterNotFoundError,
     ChatTemplateError,
     CheckpointError,
+    CheckpointWriteError,
     ConstraintError,
     EngineError,
     InvalidRequestError,
+    ModelExistsError,
     ModelNotFoundError,
     NonFiniteLogitsError,
     NotSupportedError,
+    PublishDeniedError,
+    PublishError,
+    PublishTargetError,
     QueueFullError,
+    SequenceNumberError,
+    SlowReaderError,
     StageError,
+    TrainingError,
     TreadleError,
+    UnauthenticatedError,
     UnavailableError,
+    VersionConflictError,
 )
 
 _DOMAIN = "treadle"
@@ -36,29 +49,65 @@ _MAX_VIOLATIONS_BYTES = 2400
 _STATUSES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
     InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
     ChatTemplateError: (grpc.StatusCode.INVALID_ARGUMENT, "CHAT_TEMPLATE_FAILED"),
+    UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    AccessDeniedError: (grpc.StatusCode.PERMISSION_DENIED, "ACCESS_DENIED"),
     ModelNotFoundError: (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
+    AdapterNotFoundError: (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND"),
+    ModelExistsError: (grpc.StatusCode.ALREADY_EXISTS, "MODEL_EXISTS"),
+    VersionConflictError: (grpc.StatusCode.FAILED_PRECONDITION, "VERSION_CONFLICT"),
     QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    SlowReaderError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "READER_TOO_SLOW"),
     UnavailableError: (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     NotSupportedError: (grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED"),
     ConstraintError: (grpc.StatusCode.INVALID_ARGUMENT, "CONSTRAINTS_CONTRADICT"),
     StageError: (grpc.StatusCode.INTERNAL, "SAMPLER_STAGE_FAILED"),
     NonFiniteLogitsError: (grpc.StatusCode.INTERNAL, "NON_FINITE_LOGITS"),
     EngineError: (grpc.StatusCode.INTERNAL, "ENGINE_FAILED"),
+    CheckpointWriteError: (grpc.StatusCode.FAILED_PRECONDITION, "CHECKPOINT_NOT_WRITTEN"),
     CheckpointError: (grpc.StatusCode.FAILED_PRECONDITION, "CHECKPOINT_INVALID"),
+    TrainingError: (grpc.StatusCode.FAILED_PRECONDITION, "TRAINING_REFUSED"),
+    SequenceNumberError: (grpc.StatusCode.FAILED_PRECONDITION, "SEQUENCE_NUMBER"),
+    PublishTargetError: (grpc.StatusCode.UNAVAILABLE, "PUBLISH_TARGET_UNAVAILABLE"),
+    PublishDeniedError: (grpc.StatusCode.PERMISSION_DENIED, "PUBLISH_DENIED"),
+    PublishError: (grpc.StatusCode.FAILED_PRECONDITION, "PUBLISH_REFUSED"),
     TreadleError: (grpc.StatusCode.INTERNAL, "INTERNAL"),
 }
 
 
 async def abort(context: grpc.aio.ServicerContext, error: TreadleError) -> NoReturn:
     """End the RPC with the error's status and details."""
-    code, reason = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    code, reason = _status_of(error)
     message = cut(str(error), _MAX_MESSAGE_BYTES)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN)]
     details += _details(error)
     status = status_pb2.Status(code=code.value[0], message=message, details=[_pack(detail) for detail in details])
-    metadata = ((_DETAILS_KEY, status.SerializeToString()),)
+    metadata = (*(context.trailing_metadata() or ()), (_DETAILS_KEY, status.SerializeToString()))
     await context.abort(code, message, trailing_metadata=metadata)
     raise AssertionError("abort always raises")
+
+
+def _status_of(error: TreadleError) -> tuple[grpc.StatusCode, str]:
+    return next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+
+
+def reason_of_status(error: TreadleError) -> str:
+    """Return the stable reason that goes with an error, such as QUEUE_FULL."""
+    return _status_of(error)[1]
+
+
+def ended_with(context: grpc.aio.ServicerContext, error: BaseException | None) -> str:
+    """Return the name of the status that an RPC ends with, given what ended its handler.
+
+    gRPC cancels a handler both when the client has gone and when its deadline has passed.
+    """
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        left_s = context.time_remaining()
+        late = left_s is not None and left_s <= 0
+        return str((grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED).name)
+    number = context.code()
+    if number is None:  # nobody set one
+        return "OK" if error is None else "UNKNOWN"
+    return next((code.name for code in grpc.StatusCode if number in (code, code.value[0])), "UNKNOWN")
 
 
 async def abort_malformed(context: grpc.aio.ServicerContext, name: str) -> NoReturn:
@@ -106,3 +155,13 @@ def _pack(detail: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(detail)
     return packed
+
+
+def is_unreachable(error: grpc.RpcError) -> bool:
+    """Whether a call to another server failed because that one does not answer."""
+    return error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def is_denied(error: grpc.RpcError) -> bool:
+    """Whether another server refused a call because of who called, or what it asked for."""
+    return error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)

@@ -26,6 +26,7 @@ from treadle_server.language_model import (
 from treadle_server.language_model import Trace as TraceResult
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service import convert
+from treadle_server.service.call_record import current_call
 from treadle_server.service.off_loop import Inbox, deliver_to, run_off_loop
 from treadle_server.service.served_models import ServedModels
 
@@ -51,8 +52,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         self, request: pb.TraceRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.TraceResponse]:
         """Trace a prompt and stream the tensors; further traces wait meanwhile."""
-        convert.refuse_adapter(request.adapter)
-        model = self._models.get(request.model)
+        model = current_call().uses(self._models.get(request.model))
         async with self._slots:
             with convert.proto_paths(request):
                 trace = await self._trace(model, request)
@@ -65,7 +65,8 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
     async def _trace(self, model: LanguageModel, request: pb.TraceRequest) -> TraceResult:
         """Run a trace; one whose RPC ends before it starts is dropped."""
         prompt = convert.prompt_from_proto(request)
-        begin = partial(model.begin_trace, prompt, layers=tuple(request.layers), what=tuple(request.what))
+        layers, what = tuple(request.layers), tuple(request.what)
+        begin = partial(model.begin_trace, prompt, layers=layers, what=what, adapter=request.adapter)
         future: Future[TraceResult] = await run_off_loop(self._executor, begin, lambda begun: begun.cancel())
         return await asyncio.wrap_future(future)
 
@@ -73,11 +74,10 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         self, request: pb.PreviewSamplingRequest, context: grpc.aio.ServicerContext
     ) -> pb.PreviewSamplingResponse:
         """Run a chain, on a prompt's logits or on given ones."""
-        convert.refuse_adapter(request.adapter)
         with convert.proto_paths(request):
             spec = await run_off_loop(self._executor, partial(_spec_from_proto, request))
             if spec.logits is None:
-                preview = await self._preview_prompt(self._models.get(request.model), spec)
+                preview = await self._preview_prompt(current_call().uses(self._models.get(request.model)), spec)
             else:
                 preview = await run_off_loop(self._executor, partial(self._preview_logits, request.model, spec))
         return await run_off_loop(self._executor, partial(self._preview_to_proto, preview))
@@ -131,6 +131,7 @@ def _spec_from_proto(request: pb.PreviewSamplingRequest) -> PreviewSpec:
         output_ids=tuple(request.output_ids),
         eos_ids=tuple(request.eos_ids),
         stop_token_ids=tuple(request.stop_token_ids),
+        adapter=request.adapter,
         preset=request.preset,
         **fields,
     )
@@ -147,7 +148,7 @@ def _stage_to_proto(result: StageResult) -> pb.StageDistribution:
 def _info(model: LanguageModel, trace: TraceResult) -> pb.TraceInfo:
     return pb.TraceInfo(
         model=model.name,
-        weight_version=model.weight_version,
+        weight_version=trace.weight_version,
         token_ids=trace.token_ids,
         tokens=[model.tokenizer.token_bytes(token_id) for token_id in trace.token_ids],
         names=list(trace),
