@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,14 +73,22 @@ def served(smollm2: Path) -> Iterator[str]:
             assert process.wait(timeout=60) == 0
 
 
-def test_the_first_command_prints_what_the_readme_says(tmp_path: Path) -> None:
-    """Without its `pip install` (tests/packaging runs that) the first line prints what the text below it promises."""
+def test_the_first_command_tells_a_story(tmp_path: Path) -> None:
+    """Without its `pip install` (tests/packaging runs that) the first line tells a story, the same by seed."""
     install, _, command = block("bash", "pip install .").partition(" && ")
     assert install == "pip install ."
-    promised = re.search(r"prints the continuation, `([^`]+)`", README.read_text("utf-8"))
-    assert promised is not None
-    assert {shell(command, tmp_path) for _ in range(3)} == {promised[1] + "\n"}
-    assert shell(command.strip() + " --echo", tmp_path) == "猫 追" + promised[1] + "\n"
+    free, other = (shell(command, tmp_path) for _ in range(2))
+    assert free != other
+    assert all(len(story.split()) > 20 and story.rstrip().endswith((".", "!", '"')) for story in (free, other))
+    seeded = {shell(command.strip() + " --seed 1", tmp_path) for _ in range(2)}
+    assert len(seeded) == 1
+
+
+def test_the_bundled_model_writes_chinese(tmp_path: Path) -> None:
+    """The second prompt of the first section goes on in Chinese."""
+    command = re.search(r"\(`(treadle generate 小猫)`\)", README.read_text("utf-8"))
+    assert command is not None
+    assert "。" in shell(command[1], tmp_path)
 
 
 def test_explain_explains(tmp_path: Path) -> None:
@@ -123,6 +133,33 @@ def test_training_script_teaches_a_sentence(tmp_path: Path) -> None:
     """The README's training loop changes what the bundled model says."""
     script = block("python", "Trainer.load")
     assert run([sys.executable, "-c", script], tmp_path).splitlines()[-1] == " 爱 我"
+
+
+def test_a_sentence_is_taught_while_the_server_serves(tmp_path: Path) -> None:
+    """The commands of "Train while it serves", on free ports: the published adapter says what it was taught."""
+    command = [*shlex.split(block("bash", "--with-trainer")), "--port", "0", "--trainer-port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            script = block("python", "TrainingClient")
+            script = script.replace(TARGET, told["address"]).replace("127.0.0.1:7434", told["trainer"])
+            before, step, after = run([sys.executable, "-c", script], tmp_path).splitlines()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+    assert before.startswith("before:")
+    assert "tractor" not in before
+    assert step.startswith("step 30: loss 0.")
+    assert after.startswith("after:   a red tractor to the moon, and the mouse waved. (trained, version 1)")
+
+
+def test_files_are_trained_on(tmp_path: Path) -> None:
+    """`treadle train` leaves a folder that `treadle generate` takes."""
+    story = "The cat sat in the sun. The mouse brought her a flower. They were happy.\n\n"
+    save(tmp_path, "tales.txt", story * 60)
+    assert shell(block("bash", "treadle train"), tmp_path).strip()
+    assert (tmp_path / "tales" / "loss.png").exists()
 
 
 def test_in_process_script_works(smollm2: Path, tmp_path: Path) -> None:

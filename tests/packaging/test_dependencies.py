@@ -12,8 +12,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Several distributions share the package `google`.
-SHARED = {"google.protobuf": "protobuf", "google.rpc": "googleapis-common-protos"}
+# Several distributions share the packages `google` and `opentelemetry`. Longer names first.
+SHARED = {
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry": "opentelemetry-api",
+}
 # Found through an entry point of the group `treadle`, so never imported.
 PLUGINS = {"treadle-samplers"}
 

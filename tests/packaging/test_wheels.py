@@ -75,13 +75,15 @@ def test_names_no_path_of_the_machine(wheel: Wheel, fresh_clone: Path, root: Pat
 
 
 def test_holds_the_data_files(fresh_clone: Path, tmp_path: Path) -> None:
-    """The proto files, the bundled model and its manifest are package data."""
+    """The proto files, the bundled models and their manifests are package data; the tools that made them are not."""
     protos = build(fresh_clone / "protos", tmp_path / "protos")
     assert "treadle_protos/v1/generation.proto" in protos.files
     weights = build(fresh_clone / "weights", tmp_path / "weights")
-    model = {name for name in weights.files if name.startswith("treadle_weights/cat-mouse/")}
-    names = {Path(name).name for name in model}
-    assert names >= {"config.json", "manifest.json", "model.safetensors", "tokenizer.json"}
+    for model in ("cat-mouse", "stories"):
+        names = {Path(name).name for name in weights.files if name.startswith(f"treadle_weights/{model}/")}
+        assert names >= {"config.json", "manifest.json", "model.safetensors", "tokenizer.json", "README.md"}
+    assert not [name for name in weights.files if "train_stories" in name or name.startswith("stories/")]
+    assert sum(map(len, weights.files.values())) < 10e6
 
 
 def test_offers_the_entry_points(fresh_clone: Path, tmp_path: Path) -> None:
