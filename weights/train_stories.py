@@ -31,9 +31,9 @@ NAME = "stories"
 FOLDER = Path(__file__).parent / "src" / "treadle_weights" / NAME
 WORK = Path(__file__).parent / "build" / NAME
 
-NUM_STEPS = 2800
+NUM_STEPS = 3500
 STORIES_PER_STEP = 16
-FALL_STEPS = 1800  # at the end the learning rate falls to 0 in a straight line; before, it stays
+FALL_STEPS = 2500  # at the end the learning rate falls to 0 in a straight line; before, it stays
 WARMUP_STEPS = 100
 LEARNING_RATE = 3e-3
 BETAS = (0.9, 0.95)

@@ -127,3 +127,16 @@ def test_exceptions_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.violations) == ("n: 1 to 8, got 0", error.violations)
     assert isinstance(copy, ValueError)
+
+
+def test_the_servers_name_of_the_request_is_kept(server: Any, failure: Any) -> None:
+    """Trailing metadata becomes `request_id`, and survives pickling; without any it is empty."""
+
+    class Named(failure):  # type: ignore[misc] # a class that the fixture makes
+        trailing_metadata = (("x-request-id", "r1"),)
+
+    for kind, request_id in ((Named, "r1"), (failure, "")):
+        server.script.failures.append(kind(grpc.StatusCode.INTERNAL))
+        with Client(server.target, retries=0) as client, pytest.raises(TreadleClientError) as caught:
+            client.generate("a")
+        assert pickle.loads(pickle.dumps(caught.value)).request_id == caught.value.request_id == request_id

@@ -74,10 +74,12 @@ def test_lines_of_json_are_texts_or_conversations(write_lines: WriteLines, docum
         (b'{"text": "a"', "is no JSON"),
         (b'{"text": "\xff"}', "is no UTF-8 at byte 10 of the line"),
         (b'{"text": 5}', "'text' must be a text, but is int"),
+        (rb'{"text": "a\ud800"}', r"'text' must be Unicode, but has the lone surrogate '\\ud800' at 1"),
         (b'["text"]', "must be an object with a 'text', but is list"),
         (b'{"texts": "a"}', "must have a 'text' or 'messages', but has 'texts'"),
         (b'{"messages": []}', "'messages' must be a list of one message at least"),
         (b'{"messages": [{"role": "user"}]}', r"messages\[0\]\.content must be a text, but is NoneType"),
+        (rb'{"messages": [{"role": "user", "content": "\udc00"}]}', r"messages\[0\]\.content must be Unicode"),
         (b"[" * 100_000, "is nested too deeply"),
     ],
 )

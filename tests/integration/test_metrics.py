@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -15,7 +16,13 @@ from pathlib import Path
 import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
-from treadle_client import AsyncClient, DeadlineExceededError, TreadleClientError
+from treadle_client import (
+    AsyncClient,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    TreadleClientError,
+    UnauthenticatedError,
+)
 from treadle_server.config import ServerConfig
 from treadle_server.errors import ConfigError
 from treadle_server.plugins import PluginManager
@@ -81,7 +88,8 @@ async def test_a_scrape_tells_what_was_done(tiny_folder: Path, overflowing_folde
     async with serving(config, tiny=tiny_folder, overflowing=overflowing_folder) as (server, target):
         async with AsyncClient(target, retries=0, timeout_s=20) as client:
             await client.generate([5, 6, 7], model="tiny", n=2, max_tokens=4, ignore_eos=True)
-            await client.generate([5], model="tiny", max_tokens=2, ignore_eos=True, stages=[("faulty", {"how": "sleep"})])
+            slow = [("faulty", {"how": "sleep"})]
+            await client.generate([5], model="tiny", max_tokens=2, ignore_eos=True, stages=slow)
             for model, options in (
                 ("tiny", {"stages": ["faulty"]}),
                 ("tiny", {"top_p": 7}),
@@ -111,18 +119,22 @@ async def test_a_scrape_tells_what_was_done(tiny_folder: Path, overflowing_folde
 
 
 async def test_who_went_away_is_counted_apart_from_who_ran_out_of_time(tiny_folder: Path) -> None:
-    """A closed stream is cancelled, a passed deadline a deadline; labels hold nothing that a client chose."""
-    async with serving(ServerConfig(port=0, metrics_port=0, max_prefill_tokens=1), tiny=tiny_folder) as (server, target):
-        async with AsyncClient(target, retries=0) as client:
-            async with client.stream([5], ignore_eos=True, max_tokens=100) as stream:
-                await anext(aiter(stream))
+    """One nobody waits for is cancelled, a passed deadline a deadline; labels hold nothing that a client chose."""
+    config = ServerConfig(port=0, metrics_port=0)
+    release = threading.Event()
+    async with serving(config, tiny=tiny_folder) as (server, target), AsyncClient(target, retries=0) as client:
+        server._worker.call(release.wait)  # nothing is answered before both are over
+        try:
+            leaving = asyncio.create_task(client.generate([5]))
+            while not server.models.get("tiny").engine.load().num_waiting_requests:
+                await asyncio.sleep(0.01)
+            leaving.cancel()
             with pytest.raises(DeadlineExceededError):
-                await client.generate([7] * 100, n=20, ignore_eos=True, timeout_s=0.05)
-            for _ in range(100):
-                found = await scrape(server)
-                if found["treadle_rpcs_under_way{}"] == 0:
-                    break
+                await client.generate([7], timeout_s=2)
+            while (found := await scrape(server))["treadle_rpcs_under_way{}"]:
                 await asyncio.sleep(0.05)
+        finally:
+            release.set()
     assert found["treadle_requests_total{model=tiny,outcome=cancelled}"] == 1
     assert found["treadle_requests_total{model=tiny,outcome=deadline}"] == 1
 
@@ -189,6 +201,21 @@ async def test_metrics_need_the_servers_token_and_speak_its_tls(tmp_path: Path) 
                 await asyncio.to_thread(get, page, token, context)
             refused.value.close()
             assert refused.value.code == code
+
+
+async def test_callers_who_may_not_call_are_counted(tmp_path: Path) -> None:
+    """Without a token, and with one whose role is not enough."""
+    (tmp_path / "tokens").touch(0o600)
+    (tmp_path / "tokens").write_text(f"user {TOKEN}\n")
+    async with serving(ServerConfig(port=0, metrics_port=0, token_file=tmp_path / "tokens")) as (server, target):
+        async with AsyncClient(target, retries=0) as nobody, AsyncClient(target, retries=0, token=TOKEN) as user:
+            with pytest.raises(UnauthenticatedError):
+                await nobody.server_info()
+            with pytest.raises(PermissionDeniedError):
+                await user.unload_model("tiny")
+        page = await asyncio.to_thread(get, server.observability.metrics_url, TOKEN)
+    for code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+        assert f'treadle_auth_failures_total{{code="{code}"}} 1.0' in page
 
 
 async def test_connections_that_say_nothing_do_not_keep_others_out_for_ever(tiny_folder: Path) -> None:

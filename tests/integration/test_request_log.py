@@ -27,7 +27,7 @@ STARTED = logging.getLogger("treadle_server.requests")
 def serving(model: Path, log: Path, *options: str) -> Iterator[str]:
     """Run `treadle serve` with a log file, and lend its address."""
     command = [sys.executable, "-m", "treadle_server.cli", "serve", f"tiny={model}", "--port", "0", "--json", *options]
-    with log.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+    with log.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
         try:
             assert process.stdout is not None
             yield json.loads(process.stdout.readline())["address"]
@@ -63,8 +63,7 @@ def test_each_request_is_one_line_of_json(tiny_folder: Path, tmp_path: Path, plu
         "GenerationService/Generate", "OK", "tiny", "127.0.0.1",
     )  # fmt: skip
     assert (line["generated_tokens"], line["finish_reasons"]) == (8, ["max_tokens", "max_tokens"])
-    assert line["weight_version"] == 1
-    assert line["prompt_tokens"] == len(answer.prompt_info.prompt_token_ids or ()) or line["prompt_tokens"] > 0
+    assert (line["weight_version"], line["prompt_tokens"]) == (1, answer.choices[0].finish.usage.num_prompt_tokens)
     assert 0 < line["prefill_s"] + line["decode_s"] <= line["duration_s"]
     assert (refusal["code"], refusal["reason"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
     assert (failure["level"], failure["plugin"], failure["stage"]) == ("error", "faulty", "faulty")
@@ -80,6 +79,21 @@ def test_text_is_the_default_and_a_level_cuts_it(tiny_folder: Path, tmp_path: Pa
             request_id = client.generate("hello", max_tokens=1).prompt_info.request_id
             client.server_info()
         assert log.read_text().count(f"GenerationService/Generate OK: request_id={request_id} ") == count
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(tiny_folder: Path) -> None:
+    """Far more lines than a pipe takes, and every call is answered; the process ends when it is told to."""
+    command = [sys.executable, "-m", "treadle_server.cli", "serve", f"tiny={tiny_folder}", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            with Client(json.loads(process.stdout.readline())["address"], timeout_s=20) as client:
+                for _ in range(600):
+                    client.server_info()
+            process.terminate()
+            assert process.wait(20) == 0
+            assert len(process.stderr.read()) > 30_000
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

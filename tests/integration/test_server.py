@@ -32,6 +32,15 @@ def test_health_is_serving_for_each_service(target: str, service: str) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_health_checks_that_make_no_sense_are_refused(target: str) -> None:
+    """Broken bytes are INVALID_ARGUMENT, and the list that this server has not is UNIMPLEMENTED."""
+    with grpc.insecure_channel(target) as channel:
+        for method, raw, code in (("Check", b"\n\x05", "INVALID_ARGUMENT"), ("List", b"", "UNIMPLEMENTED")):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/grpc.health.v1.Health/{method}")(raw)
+            assert caught.value.code().name == code
+
+
 def test_models_and_info(client: Client, tiny_folder: Path) -> None:
     """The server describes its models, its limits and its load."""
     models = {model.name: model for model in client.list_models()}

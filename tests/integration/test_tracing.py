@@ -135,7 +135,7 @@ async def test_spans_reach_a_collector(tiny_folder: Path) -> None:
 def test_without_the_extra_the_message_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A setting that cannot be followed is an error, a variable of the environment a warning, and nothing is silence."""
+    """A setting that cannot be followed is an error, a variable of the environment a warning."""
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:

@@ -30,7 +30,7 @@ class Stepped:
 
     def __init__(self, model: LanguageModel, **limits: int) -> None:
         self.model = model
-        self.engine = Engine(model.engine.weights, EngineLimits(max_prefix_cache_bytes=0, **limits))
+        self.engine = Engine(model.engine.weights, EngineLimits(**{"max_prefix_cache_bytes": 0, **limits}))
         self.events: dict[str, list[EngineEvent]] = {}
         self.active: dict[str, ActiveRequest] = {}
         self.num_steps = 0
@@ -119,6 +119,17 @@ def test_memory_is_taken_from_the_lowest_priority_then_from_the_youngest(exact_m
     assert set(stepped.run()) == {"old", "high", "young"}
     assert stepped.engine.load().num_preemptions == 1
     assert stepped.engine.load().kv_cache_bytes == 0
+
+
+def test_what_was_put_back_is_not_computed_again_while_the_prefix_cache_has_it(exact_model: LanguageModel) -> None:
+    """It goes on with the token that it was to compute next."""
+    limit = exact_model.kv_bytes_for(3 * BLOCK)
+    stepped = Stepped(exact_model, max_kv_bytes=limit, max_prefix_cache_bytes=limit)
+    for name in ("old", "young"):
+        stepped.submit(name, 60, max_tokens=30)
+    stepped.run()
+    assert stepped.engine.load().num_preemptions == 1
+    assert stepped.engine.prefix_cache.num_hit_tokens >= 60
 
 
 @pytest.mark.parametrize("priority", [-101, 101, 0.5, True])
@@ -263,7 +274,11 @@ def alone(tiny_folder: Path, second_folder: Path, golden: Path) -> list[list[Any
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    picks=st.lists(st.tuples(st.integers(0, len(POOL) - 1), st.integers(-2, 2)), min_size=2, max_size=7),
+    picks=st.lists(
+        st.tuples(st.integers(0, len(POOL) - 1), st.integers(-2, 2), st.sampled_from([0, 0, 5, 20])),
+        min_size=2,
+        max_size=7,
+    ),
     blocks=st.integers(4, 9),
     running=st.integers(1, 5),
     budgets=st.tuples(st.integers(1, 40), st.integers(1, 20)),
@@ -276,7 +291,7 @@ def test_every_request_ends_with_the_tokens_that_it_has_alone(
     tiny_folder: Path,
     second_folder: Path,
     golden: Path,
-    picks: list[tuple[int, int]],
+    picks: list[tuple[int, int, int]],
     blocks: int,
     running: int,
     budgets: tuple[int, int],
@@ -297,7 +312,8 @@ def test_every_request_ends_with_the_tokens_that_it_has_alone(
         model.load_adapter("a", golden / "adapters" / "llama_plain")
         results: dict[int, Any] = {}
         streams, expected = [], []
-        for number, (index, priority) in enumerate(picks):
+        for number, (index, priority, wait_ms) in enumerate(picks):
+            time.sleep(wait_ms / 1e3)
             if number == num_old:
                 model.update_weights(second_folder)
             streams.append(model.stream(seed=index, ignore_eos=True, priority=priority, **POOL[index]))

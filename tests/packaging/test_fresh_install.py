@@ -68,14 +68,14 @@ def serving(environment, model: str) -> Iterator[str]:
 
 
 def test_generate_streams_a_sentence(umbrella) -> None:
-    """The first command of the README writes the rest of a three-word sentence, with the clone gone."""
-    text = umbrella.run("treadle", "generate", "猫 追", "--temperature", "0", "--echo")
+    """The smaller bundled model writes the rest of a three-word sentence, with the clone gone."""
+    text = umbrella.run("treadle", "generate", "猫 追", "--model", "cat-mouse", "--temperature", "0", "--echo")
     assert text == "猫 追 老鼠\n"
 
 
 def test_generate_needs_no_options(umbrella) -> None:
-    """The command as the README has it writes something and succeeds."""
-    assert umbrella.run("treadle", "generate", "猫 追").strip()
+    """The first command of the README tells a story."""
+    assert umbrella.run("treadle", "generate", "The cat").strip().endswith((".", "!", "?", '"'))
 
 
 def test_tells_its_version(umbrella, parts) -> None:

@@ -118,3 +118,14 @@ def test_auto_takes_the_preferred_one_where_it_suits(monkeypatch):
     cases = [("float32", plugged), ("float64", plugged), ("float32", {})]
     names = [make_backend("auto", dtype, "fast", others).name for dtype, others in cases]
     assert names == ["counting", "numpy", "numpy"]
+
+
+def test_auto_falls_back_on_numpy(monkeypatch, caplog):
+    """Where the preferred backend cannot be made, NumPy's computes, and the log says why."""
+
+    def broken(dtype, numerics):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(decoder, "AUTO_BACKEND", "broken")
+    assert make_backend("auto", "float32", "fast", {"broken": BackendFactory("broken", broken)}).name == "numpy"
+    assert "no such instruction" in caplog.text

@@ -68,3 +68,11 @@ def test_texts_are_no_lists() -> None:
     """A long text is bounded by the size of the message, not by this limit."""
     check_entries(pb.GenerationSpec(text="word " * 100), LIMIT)
     check_entries(pb.GenerationSpec(), LIMIT)
+
+
+def test_messages_are_fewer_than_numbers() -> None:
+    """A quarter of the limit may be messages, such as the values of a stage's parameters; numbers may be all of it."""
+    check_entries(with_ids(1000), 1000)
+    check_entries(with_messages(250), 1000)
+    with pytest.raises(InvalidRequestError, match=r"messages\.messages: has 251 entries"):
+        check_entries(with_messages(251), 1000)

@@ -17,6 +17,7 @@ from treadle_server.errors import CheckpointError, ConfigError, DataError, Inval
 from treadle_server.training.loss_log import read_losses
 from treadle_server.training.run import TrainingRun
 from treadle_server.training.run_events import CheckpointSaved, Evaluated, RunEvent, StepDone
+from treadle_server.training.run_folder import RunFolder
 from treadle_server.training.train_config import train_config
 
 Start = Callable[..., TrainingRun]
@@ -356,3 +357,18 @@ def test_a_missing_extra_is_named(start: Start, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ConfigError, match=r"treadle-server\[tensorboard\]"):
         start(tensorboard=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "EOF while parsing an object at line 1 column 1"),
+        ("[]", "Input should be an object"),
+        ('{"model": "m", "data": [], "config": {"bogus": 5}}', "config.bogus: Extra inputs are not permitted, got 5"),
+    ],
+)
+def test_a_broken_run_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+    """With the file, and what is wrong in it."""
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"run\.json: cannot be read: {message}$"):
+        RunFolder(tmp_path).read_spec()

@@ -255,6 +255,19 @@ def test_a_save_that_was_killed_between_its_renames_is_settled(load_trainer: Any
     assert same(one, Trainer.load(tmp_path / "saved"))
 
 
+def test_a_link_to_a_saved_folder_is_replaced_itself(load_trainer: Any, tmp_path: Path) -> None:
+    """As often as one saves there, and what it led to stays."""
+    one = load_trainer()
+    one.save(tmp_path / "saved")
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    train(one, 1)
+    for _ in range(3):
+        one.save(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "saved"]
+    assert not (tmp_path / "link").is_symlink()
+    assert same(load_trainer(), Trainer.load(tmp_path / "saved"))
+
+
 def test_a_nan_in_the_parameters_is_named(load_trainer: Any) -> None:
     """The loss is refused, no gradients wait, and the parameter is named."""
     one = load_trainer()
@@ -263,6 +276,33 @@ def test_a_nan_in_the_parameters_is_named(load_trainer: Any) -> None:
         one.forward_backward(IDS)
     with pytest.raises(TrainingError, match="no gradients wait"):
         one.optim_step(lr=0.1)
+
+
+def test_parameters_that_are_not_finite_replace_no_saved_ones(load_trainer: Any, tmp_path: Path) -> None:
+    """A rate out of this world makes them; neither a save nor a publication takes them."""
+    one = load_trainer()
+    one.save(tmp_path / "saved")
+    one.forward_backward(IDS)
+    one.optim_step(lr=1e39)
+    for save in (one.save, one.save_weights, one.save_merged):
+        with pytest.raises(TrainingError, match=r"model\.embed_tokens\.weight is not finite: nothing was saved"):
+            save(tmp_path / "saved")
+    one.load_state(tmp_path / "saved")
+    assert same(one, load_trainer())
+
+
+@pytest.mark.parametrize("weight", [1e-12, 1e12])
+def test_one_weight_for_all_changes_no_mean(load_trainer: Any, weight: float) -> None:
+    """The norm of the gradients is the same to float32, however small or large the weights are."""
+    one, other = load_trainer(optimizer="sgd"), load_trainer(optimizer="sgd")
+    found = one.forward_backward(IDS, weights=[[weight] * len(row) for row in IDS])
+    wanted = other.forward_backward(IDS)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    one.optim_step(lr=0.1, grad_clip_norm=0.5)
+    other.optim_step(lr=0.1, grad_clip_norm=0.5)
+    for name, array in other.parameters().items():
+        np.testing.assert_allclose(one.parameters()[name], array, rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_that_overflows_is_refused(load_trainer: Any) -> None:
@@ -311,8 +351,10 @@ def test_a_gradient_that_is_not_finite_is_named_and_refused(load_trainer: Any, m
 def test_gradients_too_large_to_square_in_float32_are_finite(load_trainer: Any) -> None:
     """Their norm is worked out in float64."""
     one = load_trainer()
-    result = one.forward_backward(IDS, weights=[[1e25] * len(row) for row in IDS], reduction="sum")
-    assert 1e24 < result.grad_norm < 1e28
+    rows = [[1e28] * len(row) for row in IDS]
+    logprobs = [[-3.0] * len(row) for row in IDS]
+    result = one.forward_backward(IDS, loss="importance_sampling", advantages=rows, logprobs=logprobs, reduction="sum")
+    assert 1e24 < result.grad_norm < 1e30
 
 
 @pytest.mark.parametrize(
@@ -322,6 +364,7 @@ def test_gradients_too_large_to_square_in_float32_are_finite(load_trainer: Any) 
         ({"reduction": "median"}, "reduction: must be mean or sum, but is 'median'"),
         ({"clip_range": 0.1}, "clip_range: is no option of cross_entropy; its options: label_smoothing, z_loss"),
         ({"label_smoothing": 1.5}, "label_smoothing: must be 0 to 1, but is 1.5"),
+        ({"label_smoothing": "much"}, "label_smoothing: must be 0 to 1, but is 'much'"),
         ({"z_loss": float("nan")}, "z_loss: must be 0 to inf, but is nan"),
         ({"loss": "ppo"}, "logprobs: must be given"),
     ],
@@ -337,6 +380,8 @@ def test_bad_loss_arguments_are_refused(load_trainer: Any, arguments: dict[str, 
     [
         ({"lr": -1.0}, "lr: must be finite and 0 or more, but is -1"),
         ({"lr": float("inf")}, "lr: must be finite and 0 or more, but is inf"),
+        ({"lr": "fast"}, "lr: must be finite and 0 or more, but is 'fast'"),
+        ({"eps": 0.0}, "eps: must be 1e-30 or more, but is 0"),
         ({"weight_decay": -0.1}, "weight_decay: must be finite and 0 or more"),
         ({"grad_clip_norm": 0.0}, "grad_clip_norm: must be finite and over 0, but is 0"),
         ({"betas": (0.9, 1.0)}, r"betas: must be two numbers from 0 to below 1, but is \(0.9, 1.0\)"),

@@ -41,8 +41,9 @@ def untouched(shared: TrainingClient) -> Iterator[None]:
         (TrainingRow(IDS, labels=[5, -1, 2, 7]), "batch.rows[0].labels[1]", "but is -1"),
         (TrainingRow(IDS, labels=[5, 9]), "batch.rows[0].labels", "row's 4 tokens, but has 2"),
         (TrainingRow(IDS, weights=[1] * 5), "batch.rows[0].weights", "row's 4 tokens, but has 5"),
-        (TrainingRow(IDS, weights=[1, -1, 1, 1]), "batch.rows[0].weights[1]", "0 or more, but is -1"),
-        (TrainingRow(IDS, weights=[1, 1, float("inf"), 1]), "batch.rows[0].weights[2]", "finite"),
+        (TrainingRow(IDS, weights=[1, -1, 1, 1]), "batch.rows[0].weights[1]", "from 1e-12 to 1e+12, but is -1"),
+        (TrainingRow(IDS, weights=[1, 1, 1, 1e-40]), "batch.rows[0].weights[3]", "from 1e-12 to 1e+12, but is 1e-40"),
+        (TrainingRow(IDS, weights=[1, 1, float("inf"), 1]), "batch.rows[0].weights[2]", "but is inf"),
         (TrainingRow(IDS, advantages=[0, 0, 0, float("nan")]), "batch.rows[0].advantages[3]", "but is nan"),
         (TrainingRow(IDS, document_lengths=[2, 1]), "batch.rows[0].document_lengths", "sum to 3"),
         (TrainingRow(IDS, document_lengths=[4, 0]), "batch.rows[0].document_lengths", "1 or more each"),
@@ -125,9 +126,10 @@ def test_a_loss_that_is_not_finite_is_refused(shared: TrainingClient) -> None:
 
 
 def test_a_gradient_that_is_not_finite_names_its_tensor(shared: TrainingClient) -> None:
-    """The weights are float32: a loss weight that float64 holds overflows them."""
+    """The weights are float32: an advantage that float64 holds overflows them."""
+    row = TrainingRow(IDS, logprobs=[-1] * 4, advantages=[1e300] * 4)
     with pytest.raises(ConflictError, match=r"gradient of \S+weight is not finite") as caught:
-        shared.step([TrainingRow(IDS, weights=[1e300] * 4)], lr=0.01)
+        shared.step([row], loss="importance_sampling", lr=0.01)
     assert caught.value.reason == "TRAINING_REFUSED"
 
 
@@ -149,6 +151,8 @@ def test_weights_that_overflow_are_named(training: Run, tiny_folder: Path, tmp_p
         client.step([IDS], lr=1e39)
         with pytest.raises(ConflictError, match="load an earlier checkpoint"):
             client.compute_loss([IDS])
+        with pytest.raises(ConflictError, match="nothing was saved; load an earlier checkpoint"):
+            client.save_checkpoint("good")
         client.load_checkpoint("good", with_optimizer=True)
         assert client.compute_loss([IDS]) == before
 

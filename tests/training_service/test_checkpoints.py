@@ -123,6 +123,24 @@ def test_names_never_reach_outside_the_root(client: TrainingClient, name: str) -
         client.load_checkpoint(name, with_optimizer=True)
 
 
+def test_a_root_that_somebody_deleted_has_no_checkpoints(client: TrainingClient, tmp_path: Path) -> None:
+    """The state says so, loading is refused, and a save makes it anew."""
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert client.training_state().checkpoints == ()
+    with pytest.raises(ConflictError, match="no checkpoint 'gone'; saved ones: none"):
+        client.load_checkpoint("gone", with_optimizer=True)
+    client.save_checkpoint("new")
+    assert [saved.name for saved in client.training_state().checkpoints] == ["new"]
+
+
+def test_a_folder_of_somebody_elses_outlives_the_start(training: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """Whatever it is called: only what a trainer had saved is cleaned up."""
+    (tmp_path / "notes.previous").mkdir()
+    (tmp_path / "notes.previous" / "notes.txt").write_text("mine")
+    with training(tiny_folder, checkpoint_root=tmp_path):
+        assert (tmp_path / "notes.previous" / "notes.txt").read_text() == "mine"
+
+
 def test_a_link_is_no_checkpoint(client: TrainingClient, tmp_path: Path) -> None:
     """One in the root that points elsewhere is not followed."""
     client.save_checkpoint("a")

@@ -98,6 +98,15 @@ def test_the_last_two_are_kept(publishing: Run, tmp_path: Path) -> None:
     assert all(name.startswith(("step-00000003-", "step-00000002-")) for name in names(tmp_path))
 
 
+def test_what_a_killed_trainer_left_is_removed(publishing: Run, tmp_path: Path) -> None:
+    """Weights are written beside their place, so no folder of a version's name is ever half written."""
+    with publishing() as client:
+        (tmp_path / "published" / "step-00000001-0123abcd.partial").mkdir(parents=True)
+        client.publish_weights()
+    assert [name for name in names(tmp_path) if name.endswith(".partial")] == []
+    assert len(names(tmp_path)) == 1
+
+
 def names(tmp_path: Path) -> list[str]:
     """Return what lies in the publish root."""
     root = tmp_path / "published"

@@ -72,11 +72,11 @@ def test_every_slot_has_a_list(language: str) -> None:
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_the_grammar_is_rich(language: str) -> None:
-    """Twenty plots and more, hundreds of sentence patterns and hundreds of words."""
+    """Twenty plots and more, hundreds of sentence patterns, and nearly as many words."""
     grammar = load_grammar(language)
     assert len(grammar.plots) >= 20
     assert sum(len(beat) for plot in grammar.plots for beat in plot.beats) >= 300
-    assert sum(map(len, grammar.lists.values())) >= 300
+    assert sum(map(len, grammar.lists.values())) >= 250
     assert all(len(set(beat)) == len(beat) >= 2 for plot in grammar.plots for beat in plot.beats)
 
 
@@ -104,27 +104,35 @@ def test_english_sentences_begin_with_a_capital_and_end_with_a_mark() -> None:
         assert not re.search(r"[.]\" (?!" + ATTRIBUTION + r")[a-z]", story), story
 
 
-def test_english_pronouns_agree() -> None:
-    """Where the names are women's, nobody is he; where they are men's, nobody is she."""
+def names_in(story: str, gender: str) -> set[str]:
+    """Return the names of one gender that an English story has."""
     lists = load_grammar("english").lists
+    names = [name for kind in ("cat", "mouse") for name in lists[f"{kind}_{gender}"]]
+    return {name for name in names if re.search(rf"\b{name}\b", story)}
+
+
+def test_english_pronouns_agree() -> None:
+    """Where the only name is a woman's, nobody is he; where it is a man's, nobody is she."""
     seen = {"he": 0, "she": 0}
     for story in stories("english"):
-        women, men = (
-            {
-                name
-                for kind in ("cat", "mouse")
-                for name in lists[f"{kind}_{gender}"]
-                if re.search(rf"\b{name}\b", story)
-            }
-            for gender in ("female", "male")
-        )
+        women, men = names_in(story, "female"), names_in(story, "male")
         if women and not men:
             assert not HE.search(story), story
             seen["she"] += 1
         if men and not women:
             assert not SHE.search(story), story
             seen["he"] += 1
-    assert min(seen.values()) > 100
+    assert min(seen.values()) > 20
+
+
+def test_english_pronouns_tell_who_is_meant() -> None:
+    """Of two with names one is she and the other he; of two without, the mouse is she and the cat he."""
+    for story in stories("english"):
+        assert len(names_in(story, "female")) <= 1, story
+        assert len(names_in(story, "male")) <= 1, story
+    alone = re.compile(r"There was once a (cat|mouse) who .*?\. (His|Her) friend")
+    found = {match.groups() for story in stories("english") if (match := alone.match(story))}
+    assert found == {("cat", "His"), ("mouse", "Her")}
 
 
 def test_a_name_has_one_gender_and_one_kind() -> None:
@@ -132,7 +140,7 @@ def test_a_name_has_one_gender_and_one_kind() -> None:
     for language, endings in (("english", ("_female", "_male")), ("chinese", ("_name",))):
         lists = load_grammar(language).lists
         names = [name for key, values in lists.items() if key.endswith(endings) for name in values]
-        assert len(names) == len(set(names)) >= 32
+        assert len(names) == len(set(names)) >= 24
         words = [word for key, values in lists.items() if not key.endswith(endings) for word in values]
         assert [name for name in names if any(name in word for word in words)] == []
 
@@ -192,10 +200,9 @@ def test_held_out_stories_are_not_trained_on() -> None:
 
 
 def test_training_stories_take_turns() -> None:
-    """English and Chinese in turn."""
+    """Of each five, three are English."""
     told = list(itertools.islice(training_stories(), 40))
-    assert all(story.isascii() for story in told[::2])
-    assert not any(story.isascii() for story in told[1::2])
+    assert [story.isascii() for story in told] == [True, False, True, False, True] * 8
 
 
 def test_tokenizer_gives_back_every_text() -> None:

@@ -182,7 +182,10 @@ class CacheView(Protocol):
 
 
 class ComputeBackend(Protocol[PreparedT]):
-    """What runs a decoder. The NumPy backend is the reference; a subclass of it overrides its primitives one by one."""
+    """What runs a decoder. The NumPy backend is the reference; a subclass of it overrides its primitives one by one.
+
+    Nothing of one call may depend on another: an observer may run further passes before the one it looks at goes on.
+    """
 
     name: str
 

@@ -34,7 +34,7 @@ class AllowedTokenIds(Stage):
 
     def model_post_init(self, _: Any, /) -> None:
         """Keep the ids as an array, ascending."""
-        self._ids = np.unique(np.array(self.allowed_token_ids or (), dtype=np.int64))
+        self._ids = np.array(sorted(set(self.allowed_token_ids or ())), dtype=np.int64)
 
     def check(self, model_info: ModelInfo) -> None:
         """Refuse ids outside the vocabulary."""

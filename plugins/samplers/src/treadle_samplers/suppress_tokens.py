@@ -31,7 +31,7 @@ class SuppressTokens(Stage):
 
     def model_post_init(self, _: Any, /) -> None:
         """Keep the ids as an array."""
-        self._ids = np.unique(np.array(self.suppress_tokens, dtype=np.int64))
+        self._ids = np.array(sorted(set(self.suppress_tokens)), dtype=np.int64)
 
     def check(self, model_info: ModelInfo) -> None:
         """Refuse ids outside the vocabulary, and all of it."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +17,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
+# A thread that answers has the interpreter within this time; Python's own 5 ms add up over the switches of an answer.
+_SWITCH_S: Final = 0.001
+_STDERR: Final = 2
+_MAX_WAITING_LINES: Final = 10_000
+_LAST_LINES_S: Final = 2.0
 _OBSERVING: Final = "Metrics, traces and the log"
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -60,30 +69,67 @@ class ObservingFlags:
         """Return what was given, as settings of ObservedConfig."""
         return {"metrics_port": self.metrics_port, "otlp_endpoint": self.otlp_endpoint}
 
+    def arguments_of_another(self) -> list[str]:
+        """Return the options of another server that is to log and trace as this one does."""
+        traces = [] if self.otlp_endpoint is None else ["--otlp-endpoint", self.otlp_endpoint]
+        return ["--log-format", self.log_format, "--log-level", self.log_level, *traces]
+
     def start_log(self) -> None:
-        """Write the log to stderr from now on."""
-        handler = logging.StreamHandler(sys.stderr)
+        """Write the log to stderr from now on, on a thread of its own."""
+        if logging.getLogger().hasHandlers():  # somebody has set up logging, as basicConfig would find too
+            return
+        handler = _LogThread()
         handler.setFormatter(JsonFormatter() if self.log_format is LogFormat.JSON else TextFormatter(_TEXT))
-        handler.addFilter(_name_request)
         logging.basicConfig(level=self.log_level.upper(), handlers=[handler])
 
 
-def spare_collector() -> None:
-    """Let the garbage collector pass over what lives now, the code of all modules: to go through it takes a tenth of a
-    second on a busy machine, and until then no other thread runs and no health check is answered.
+def keep_responsive() -> None:
+    """Set Python up so that no thread waits long for the others: health checks and streams run beside the model.
 
-    Called before models are loaded: those can still be freed.
+    To go through the code of all modules takes the garbage collector a tenth of a second on a busy machine, and
+    meanwhile nothing else runs: it passes over what lives now, and that is no model yet, so that those can go.
     """
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
 
 
-def _name_request(record: logging.LogRecord) -> bool:
-    """Note the request that a line is about, if the code that logs it runs for one."""
-    from treadle_server.service.call_record import current_request_id
+class _LogThread(logging.Handler):
+    """Hands lines to a thread that writes them: whoever reads stderr too slowly holds nobody up, and loses lines."""
 
-    record.request_id = current_request_id()
-    return True
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: queue.Queue[str] = queue.Queue(_MAX_WAITING_LINES)
+        threading.Thread(target=self._run, name="treadle-log", daemon=True).start()
+        atexit.register(self._finish)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the request that the line is about, if the code that logs it runs for one, and pass the line on."""
+        from treadle_server.service.call_record import current_request_id
+
+        record.request_id = current_request_id()
+        try:  # now: what it tells of may change, and what cannot be formatted is the fault of this place
+            self._waiting.put_nowait(self.format(record))
+        except queue.Full:
+            return
+        except Exception:  # noqa: BLE001 - as every handler of the library does
+            self.handleError(record)
+
+    def _run(self) -> None:
+        while True:
+            line = f"{self._waiting.get()}\n".encode("utf-8", "backslashreplace")
+            while line:  # not through sys.stderr, whose lock Python wants at its end
+                try:
+                    line = line[os.write(_STDERR, line) :]
+                except OSError:  # nobody reads any more
+                    break
+            self._waiting.task_done()
+
+    def _finish(self) -> None:
+        """Wait until everything is written, but not for long."""
+        end_s = time.monotonic() + _LAST_LINES_S
+        while self._waiting.unfinished_tasks and time.monotonic() < end_s:
+            time.sleep(0.005)
 
 
 class TextFormatter(logging.Formatter):

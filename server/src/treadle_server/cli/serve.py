@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle_server.cli.observing import ObservingFlags, spare_collector
+from treadle_server.cli.observing import ObservingFlags, keep_responsive
 from treadle_server.cli.options import Json, ServerFlags
 from treadle_server.cli.output import write, write_json
 from treadle_server.cli.progress import spinner
@@ -94,7 +94,8 @@ def serve(
     settings = load_config(config, {"host": host, "port": port, **server.settings(), **security.settings(), **given})
     check_adapters(settings, sources)
     trainer.check(settings, sources)
-    asyncio.run(_serve_beside(trainer, settings, sources, as_json=as_json))
+    alike = [*observing.arguments_of_another(), *(trainer.trainer_option or ())]
+    asyncio.run(_serve_beside(replace(trainer, trainer_option=alike), settings, sources, as_json=as_json))
 
 
 async def _serve_beside(
@@ -126,7 +127,7 @@ async def _serve(
 
     signalled = first_signal()
     server = InferenceServer(config, load_plugins(config))
-    spare_collector()
+    keep_responsive()
     async with AsyncExitStack() as beside:  # the trainer ends while the server drains, and is waited for last
         try:
             port = await server.start()
@@ -136,7 +137,10 @@ async def _serve(
                 if trainer_of is not None:
                     running = running_trainer(trainer_of(port), config.grace_s, server.report_trainer)
                     trainer = await beside.enter_async_context(running)
-                beside_it = {"trainer": None if trainer is None else trainer.address, "metrics": server.observability.metrics_url}
+                beside_it = {
+                    "trainer": trainer.address if trainer else None,
+                    "metrics": server.observability.metrics_url,
+                }
                 _announce(config.host, port, [source.name for source in sources], beside_it, as_json=as_json)
                 await signalled.wait()
                 _LOG.info("draining: requests have %g s to finish; another signal exits at once", config.grace_s)

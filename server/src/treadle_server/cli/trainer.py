@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle_server.cli.observing import ObservingFlags, spare_collector
+from treadle_server.cli.observing import ObservingFlags, keep_responsive
 from treadle_server.cli.options import Json, NoPlugins, PluginDirs, given_fields
 from treadle_server.cli.output import write, write_json
 from treadle_server.cli.progress import spinner
@@ -198,7 +198,7 @@ async def _train(config: TrainerConfig, model: str, *, as_json: bool) -> None:
 
     signalled = first_signal()
     server = TrainerServer(config)
-    spare_collector()
+    keep_responsive()
     try:
         port = await server.start()
         reloading_on_hangup(server.security.reload)

@@ -54,6 +54,7 @@ def record_document(origin: str, record: Any, field: str) -> Document:
         text = record[field]
         if not isinstance(text, str):
             raise DataError(f"{origin}: {field!r} must be a text, but is {type(text).__name__}")
+        _check_unicode(f"{origin}: {field!r}", text)
         return Document(origin, text)
     if MESSAGES_FIELD in record:
         return Document(origin, messages=_messages(origin, record[MESSAGES_FIELD]))
@@ -67,7 +68,17 @@ def _messages(origin: str, value: Any) -> list[dict[str, str]]:
     for number, message in enumerate(value):
         for key in ("role", "content"):
             found = message.get(key) if isinstance(message, Mapping) else None
+            place = f"{origin}: {MESSAGES_FIELD}[{number}].{key}"
             if not isinstance(found, str):
-                place = f"{MESSAGES_FIELD}[{number}].{key}"
-                raise DataError(f"{origin}: {place} must be a text, but is {type(found).__name__}")
+                raise DataError(f"{place} must be a text, but is {type(found).__name__}")
+            _check_unicode(place, found)
     return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _check_unicode(place: str, text: str) -> None:
+    """Raise DataError for half of a surrogate pair: JSON's escapes can write one, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise DataError(f"{place} must be Unicode, but has the lone surrogate {half!r} at {error.start}") from error

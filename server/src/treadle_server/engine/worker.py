@@ -16,6 +16,8 @@ from treadle_server.errors import EngineError, UnavailableError
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+# A wait without end, such as a setting may ask for, is more than the library takes.
+_LONGEST_IDLE_S = 3600.0
 
 
 class EngineWorker:
@@ -94,7 +96,7 @@ class EngineWorker:
     def _idle_s(self) -> float | None:
         """Return how long nothing is to be done at most: until a reader has lagged too long; None if none lags."""
         waits = [engine.scheduler.seconds_to_stall() for engine in self._engines]
-        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+        return min((min(wait_s, _LONGEST_IDLE_S) for wait_s in waits if wait_s is not None), default=None)
 
     def _take_commands(self, wait_s: float | None) -> None:
         """Run the commands that are there; wait so long for the first one, for ever if None."""

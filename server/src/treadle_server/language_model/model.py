@@ -264,7 +264,7 @@ class LanguageModel:
         return self._adapters.all()
 
     def start(self, spec: GenerationSpec, deliver: Deliver, *, request_id: str | None = None) -> Generation:
-        """Check a request and queue it. Its engine events go to `deliver`, on the engine thread.
+        """Check a request and queue it. Its events go to `deliver`, on the engine thread; see `Generation.taken`.
 
         Raises:
             InvalidRequestError: with one violation for each wrong field.
@@ -281,7 +281,8 @@ class LanguageModel:
     def stream(self, prompt: Prompt, **keywords: Any) -> Iterator[GenerationEvent]:
         """Generate, yielding events as they come: a PromptInfo, Deltas, and a FinishInfo for each choice.
 
-        Closing the iterator stops the work. Keywords are the fields of GenerationSpec and the plain sampling knobs.
+        Closing the iterator stops the work; not reading it pauses the work, and for too long ends it. Keywords are the
+        fields of GenerationSpec and the plain sampling knobs.
 
         Raises:
             TypeError: a keyword is unknown.

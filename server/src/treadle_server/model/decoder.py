@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from treadle_server.model.adapters import check_adapter
 from treadle_server.model.kv_cache import KVCache, ScratchCache
 from treadle_server.model.numpy_backend import NumpyBackend
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
+
+_LOG = logging.getLogger(__name__)
 
 DTypeName = Literal["float32", "float64"]
 Numerics = Literal["fast", "reproducible"]
@@ -110,10 +113,12 @@ def make_backend(
         raise ValueError(f"dtype must be float32 or float64, but is {dtype!r}")
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"numerics must be fast or reproducible, but is {numerics!r}")
-    if name == "auto":
-        preferred = plugged.get(AUTO_BACKEND)
-        name = AUTO_BACKEND if preferred is not None and dtype in preferred.dtypes else "numpy"
-    if name == "numpy":
+    if name == "auto" and AUTO_BACKEND in plugged and dtype in plugged[AUTO_BACKEND].dtypes:
+        try:
+            return make_backend(AUTO_BACKEND, dtype, numerics, plugged)
+        except ConfigError as error:
+            _LOG.warning("NumPy computes instead: %s", error)
+    if name in ("auto", "numpy"):
         return NumpyBackend(dtype) if numerics == "fast" else ReproducibleNumpyBackend(dtype)
     if name not in plugged:
         raise ConfigError(f"there is no compute backend {name!r}; available: {', '.join(['auto', 'numpy', *plugged])}")

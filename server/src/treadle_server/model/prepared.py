@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -14,6 +14,9 @@ from treadle_server.model.alibi import Alibi
 from treadle_server.model.attention import Scoring
 from treadle_server.model.params import check_params
 from treadle_server.model.rotary import Rotary
+
+# Makes what a backend multiplies with, in an array's place: it has at least a shape, a length, and rows by number.
+ReadMatrix = Callable[[Sequence[Weight]], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,18 @@ class PreparedDecoder:
 
 
 def prepare_decoder(
-    config: DecoderConfig, params: Mapping[str, Weight], dtype: np.dtype[np.generic]
+    config: DecoderConfig,
+    params: Mapping[str, Weight],
+    dtype: np.dtype[np.generic],
+    read_matrix: ReadMatrix | None = None,
 ) -> PreparedDecoder:
-    """Read every weight once, straight into the buffer it is used from, widened to the dtype."""
+    """Read every weight once, straight into the buffer it is used from, widened to the dtype.
+
+    A backend that multiplies with stored formats gives `read_matrix`: what it makes of matrices `[rows, in]` that are
+    used one below the other stands where the prepared decoder has their array.
+    """
     check_params(config, params)
-    reader = _Reader(config, params, dtype)
+    reader = _Reader(config, params, dtype, read_matrix)
     embedding = reader.matrix("embedding")
     rotaries = _distinct_rotaries(config)
     return PreparedDecoder(
@@ -162,13 +172,22 @@ def _read_experts(reader: _Reader, moe: MoeConfig, index: int) -> Experts:
 class _Reader:
     """Reads canonical parameters into new arrays of one dtype."""
 
-    def __init__(self, config: DecoderConfig, params: Mapping[str, Weight], dtype: np.dtype[np.generic]) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        params: Mapping[str, Weight],
+        dtype: np.dtype[np.generic],
+        read_matrix: ReadMatrix | None,
+    ) -> None:
         self._config = config
         self._params = params
         self._dtype = dtype
+        self._read_matrix = read_matrix
 
     def matrix(self, *names: str) -> Array:
         """Return the named matrices' rows one after the other, `[rows, in]`."""
+        if self._read_matrix is not None:
+            return self._read_matrix([self._params[f"{name}.weight"] for name in names])
         return self._stack([f"{name}.weight" for name in names])
 
     def vector(self, name: str) -> Array | None:

@@ -186,9 +186,10 @@ def _load(source: PluginSource) -> _Loaded:
         if isinstance(error, MissingExtraError):
             return _Loaded(source, failure=str(error), lacks_extra=True)
         return _Loaded(source, failure=reason_of(error))
-    stages = tuple(_entry(source, cls) for cls in found.classes if not class_problems(cls))
+    broken = {cls: problems for cls in found.classes if (problems := class_problems(cls))}
+    stages = tuple(_entry(source, cls) for cls in found.classes if cls not in broken)
     problems = [
-        *_problems(source, found.classes, stages),
+        *_problems(source, broken, stages),
         *family_problems(found.families),
         *loss_problems(found.losses),
         *optimizer_problems(found.optimizers),
@@ -244,10 +245,12 @@ def _part(source: PluginSource, part: PartT) -> PartEntry[PartT]:
     return PartEntry(part, source.name, source.distribution, source.built_in)
 
 
-def _problems(source: PluginSource, classes: Sequence[StageClass], stages: Sequence[StageEntry]) -> Iterable[str]:
-    """Reasons to refuse the stages of a plugin, all of them together."""
-    for cls in classes:
-        yield from (f"stage class {getattr(cls, '__name__', cls)}: {problem}" for problem in class_problems(cls))
+def _problems(
+    source: PluginSource, broken: Mapping[StageClass, Sequence[str]], stages: Sequence[StageEntry]
+) -> Iterable[str]:
+    """Reasons to refuse the stages of a plugin, all of them together; `broken` has those of single classes."""
+    for cls, problems in broken.items():
+        yield from (f"stage class {getattr(cls, '__name__', cls)}: {problem}" for problem in problems)
     for name in _repeated(stage.name for stage in stages):
         yield f"registers two stages called {name!r}"
     if not source.built_in:

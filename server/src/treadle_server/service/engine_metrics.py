@@ -39,7 +39,8 @@ _Read = Callable[[_View], float]
 _GAUGES: Final[tuple[tuple[str, str, _Read], ...]] = (
     ("treadle_queue_requests", "Requests that wait for their first step", lambda v: v.load.num_waiting_requests),
     ("treadle_queue_tokens", "Prompt tokens of those requests", lambda v: v.load.num_waiting_tokens),
-    ("treadle_running_sequences", "Sequences that share the steps", lambda v: v.load.num_running_sequences),
+    ("treadle_running_sequences", "Sequences that hold memory", lambda v: v.load.num_running_sequences),
+    ("treadle_paused_sequences", "Sequences whose readers lag behind", lambda v: v.load.num_paused_sequences),
     ("treadle_kv_bytes", "Memory of keys and values", lambda v: v.load.kv_cache_bytes),
     ("treadle_kv_limit_bytes", "Memory that keys and values may take", lambda v: v.load.max_kv_cache_bytes),
     ("treadle_prefix_cache_bytes", "Memory of the prefix cache", lambda v: v.prefixes.num_bytes),

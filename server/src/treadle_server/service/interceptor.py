@@ -21,8 +21,8 @@ from treadle_server.service.telemetry import Telemetry
 
 _LOG = logging.getLogger(__name__)
 _OUR_SERVICES: Final = "/treadle_protos."
-# Messages of this many bytes are parsed off the event loop: millions of small entries take seconds, and meanwhile
-# health checks and streams would wait.
+# Messages of this many bytes are parsed off the event loop, one at a time: many small entries take long, and health
+# checks and streams would wait.
 _MANY_BYTES: Final = 32 << 10
 
 
@@ -40,6 +40,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gr
         self._security = security
         self._telemetry = telemetry
         self._max_request_entries = max_request_entries
+        self._parsing = asyncio.Lock()
 
     async def intercept_service(
         self,
@@ -139,7 +140,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gr
         try:
             if len(raw) < _MANY_BYTES:
                 return self._parse(handler, raw)
-            return await asyncio.to_thread(self._parse, handler, raw)
+            async with self._parsing:
+                return await asyncio.to_thread(self._parse, handler, raw)
         except DecodeError:
             await abort_malformed(context, name)
 

@@ -57,7 +57,7 @@ class CheckpointRoot:
 
     def list(self) -> list[SavedCheckpoint]:
         """Return the complete checkpoints, by name."""
-        if self._folder is None:
+        if self._folder is None or not self._folder.is_dir():  # somebody may have deleted it
             return []
         folders = [p for p in self._folder.iterdir() if p.is_dir() and p.suffix not in (_PARTIAL, _PREVIOUS)]
         return [saved for folder in sorted(folders) if (saved := _read(folder)) is not None]
@@ -66,7 +66,7 @@ class CheckpointRoot:
     def _clean_up(root: Path) -> None:
         """Bring back what a killed save had moved away, and remove what it had not finished."""
         for folder in [*root.iterdir()]:
-            if folder.suffix == _PREVIOUS:
+            if folder.suffix == _PREVIOUS and _read(folder) is not None:  # a trainer's, not somebody's own
                 settle(folder.with_suffix(""))
                 shutil.rmtree(folder, ignore_errors=True)
             elif folder.suffix == _PARTIAL:

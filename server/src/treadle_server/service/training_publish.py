@@ -24,6 +24,7 @@ from treadle_server.errors import (
 from treadle_server.service.status import is_denied, is_unreachable
 from treadle_server.service.training_config import PublishTarget
 from treadle_server.training import Trainer
+from treadle_server.training.state_files import discard
 
 # The newest is served; the one before it can be gone back to.
 _NUM_KEPT = 2
@@ -75,7 +76,7 @@ class Publisher:
                 _write(trainer, folder)
                 publication = self._hand_over(stub, target, folder, served, label)
             except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
                 raise
         publication.step = trainer.step
         _keep_newest(root, folder)
@@ -175,4 +176,4 @@ def _keep_newest(root: Path, newest: Path) -> None:
     folders = [path for path in root.iterdir() if _FOLDER.fullmatch(path.name) and path != newest]
     folders.sort(key=lambda path: path.stat().st_mtime_ns)
     for path in folders[: max(0, len(folders) - _NUM_KEPT + 1)]:
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)

@@ -12,6 +12,7 @@ from treadle_protos.v1 import training_pb2 as pb
 
 from treadle_server.errors import ChatTemplateError, InvalidRequestError
 from treadle_server.tokenizer import Tokenizer
+from treadle_server.training.batches import sound_numbers
 
 _IGNORED = -100
 _LISTS = ("labels", "weights", "logprobs", "advantages")
@@ -143,7 +144,7 @@ class RowReader:
         if name == "labels":
             _check_ids(place, column, self._vocab_size, _IGNORED)
         else:
-            _check_numbers(place, column, minimum=0.0 if name == "weights" else -np.inf)
+            _check(place, column, *sound_numbers(name, column))
         return column
 
 
@@ -161,11 +162,6 @@ def _refuse_lists(row: pb.TrainingRow, path: str) -> None:
 def _check_ids(path: str, ids: Numbers, vocab_size: int, also: int | None = None) -> None:
     allowed = f"0 to {vocab_size - 1}" + ("" if also is None else f", or {also} for none")
     _check(path, ids, ((ids >= 0) & (ids < vocab_size)) | (ids == also), allowed)
-
-
-def _check_numbers(path: str, numbers: Numbers, minimum: float) -> None:
-    allowed = "a finite number" + ("" if minimum == -np.inf else f", {minimum:g} or more")
-    _check(path, numbers, np.isfinite(numbers) & (numbers >= minimum), allowed)
 
 
 def _check(path: str, values: Numbers, fine: Numbers, allowed: str) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import CodeType, TracebackType
+from typing import TYPE_CHECKING
 
-from jinja2 import Template, TemplateSyntaxError
+from treadle_server.errors import InvalidRequestError, Violation
 
-from treadle_server.errors import ChatTemplateError, InvalidRequestError, Violation
-from treadle_server.tokenizer.limits import Budget, LimitError, Limits
-from treadle_server.tokenizer.sandbox import BoundedEnvironment
-
-_MAX_SOURCE_LENGTH = 64 * 1024  # the longest known ones have about 20,000 characters
+if TYPE_CHECKING:
+    from treadle_server.tokenizer.limits import Limits
+    from treadle_server.tokenizer.rendering import BoundedTemplate
 
 
 class ChatTemplate:
@@ -27,7 +25,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str] | None = None, limits: Limits | None = None) -> None:
         self.source = source
         self._variables = dict(variables or {})
-        self._limits = limits or Limits()
+        self._limits = limits
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation; with `add_generation_prompt` up to where the model's answer starts.
@@ -44,31 +42,13 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
-        # Raised after the handler is left: an exception that kept the traceback would keep all the template's values.
-        try:
-            return self._run(variables)
-        except TemplateSyntaxError as error:
-            failure = f", line {error.lineno}: {error.message}"
-        except Exception as error:  # noqa: BLE001 - a template can raise anything
-            failure = f"{_line_of(error.__traceback__)}: {_reason(error)}"
-        raise ChatTemplateError(f"chat template{failure}")
+        return self._template.render(variables)
 
     @cached_property
-    def _code(self) -> CodeType:
-        if len(self.source) > _MAX_SOURCE_LENGTH:
-            raise LimitError(f"expected at most {_MAX_SOURCE_LENGTH} characters of source, got {len(self.source)}")
-        return BoundedEnvironment(Budget(self._limits)).compile(self.source)
+    def _template(self) -> BoundedTemplate:
+        from treadle_server.tokenizer.rendering import BoundedTemplate  # Jinja is slow to import, and not always needed
 
-    def _run(self, variables: dict[str, object]) -> str:
-        budget = Budget(self._limits)
-        environment = BoundedEnvironment(budget)
-        template = Template.from_code(environment, self._code, environment.globals)
-        pieces, length = [], 0
-        for piece in template.root_render_func(template.new_context(variables)):
-            length += len(piece)
-            budget.output(length)
-            pieces.append(piece)
-        return "".join(pieces)
+        return BoundedTemplate(self.source, self._limits)
 
 
 def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
@@ -83,20 +63,3 @@ def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
     ]
     if violations:
         raise InvalidRequestError(violations)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it calls itself too deeply"
-    return str(error) or type(error).__name__
-
-
-def _line_of(traceback: TracebackType | None) -> str:
-    """Return the template's line in which an error was raised, as text for its message."""
-    line = ""
-    while traceback is not None:
-        template = traceback.tb_frame.f_globals.get("__jinja_template__")
-        if template is not None:
-            line = f", line {template.get_corresponding_lineno(traceback.tb_lineno)}"
-        traceback = traceback.tb_next
-    return line

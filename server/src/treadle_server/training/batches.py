@@ -6,10 +6,10 @@ token t - 1 predicts label t, so a row's first label is predicted by nothing and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from treadle_plugin_api.loss import Targets
 from treadle_server.errors import InvalidRequestError
 
 IGNORED = -100
+# Further apart, float32 has no room for the gradients of their labels and for 1 over the sum of the weights.
+SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-12, 1e12
 Rows = Sequence[Sequence[int]] | Sequence[NDArray[np.int64]] | NDArray[np.int64]
 FloatRows = Sequence[Sequence[float]] | NDArray[np.float64] | Sequence[NDArray[np.float64]]
 
@@ -87,7 +89,7 @@ def make_batch(
     _check_range("labels", wanted, vocab_size, IGNORED)
     batch = Batch.of(ids, adapters=[adapter] * len(ids))
     flat_labels = np.concatenate(wanted)
-    flat_weights = _float_column("weights", weights, lengths, minimum=0.0)
+    flat_weights = _float_column("weights", weights, lengths)
     counts = flat_labels != IGNORED
     counts[batch.starts[:-1]] = False  # nothing stands before a row's first token
     if flat_weights is not None:
@@ -108,8 +110,16 @@ def make_batch(
     return TrainingBatch(batch, places - 1, targets)
 
 
+def sound_numbers(field: str, numbers: NDArray[Any]) -> tuple[NDArray[np.bool_], str]:
+    """Return which of a field's numbers can be used, and the words for those that can."""
+    if field != "weights":
+        return np.isfinite(numbers), "a finite number"
+    sound = (numbers == 0) | ((numbers >= SMALLEST_WEIGHT) & (numbers <= LARGEST_WEIGHT))
+    return sound, f"0, or from {SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+
+
 def _int_rows(field: str, rows: Rows) -> list[NDArray[np.int64]]:
-    arrays = [np.asarray(row) for row in rows]
+    arrays = [np.asarray(row) for row in _listed(field, rows)]
     for number, array in enumerate(arrays):
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise InvalidRequestError.of(
@@ -134,17 +144,26 @@ def _check_lengths(field: str, lengths: list[int], expected: list[int]) -> None:
         )
 
 
-def _float_column(
-    field: str, rows: FloatRows | None, lengths: list[int], minimum: float = -math.inf
-) -> NDArray[np.float64] | None:
+def _float_column(field: str, rows: FloatRows | None, lengths: list[int]) -> NDArray[np.float64] | None:
     if rows is None:
         return None
-    _check_lengths(field, [len(row) for row in rows], lengths)
-    flat = np.concatenate([np.asarray(row, np.float64) for row in rows])
-    wrong = np.flatnonzero(~np.isfinite(flat) | (flat < minimum))
+    try:
+        arrays = [np.asarray(row, np.float64).reshape(len(row)) for row in _listed(field, rows)]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError.of(field, f"must be lists of numbers, but {error}") from error
+    _check_lengths(field, [len(row) for row in arrays], lengths)
+    flat = np.concatenate(arrays)
+    sound, allowed = sound_numbers(field, flat)
+    wrong = np.flatnonzero(~sound)
     if len(wrong):
-        allowed = "a finite number" + ("" if minimum == -math.inf else f", {minimum:g} or more")
         raise InvalidRequestError.of(
             field, f"must be {allowed}, but token {wrong[0]} of the batch has {flat[wrong[0]]}"
         )
     return flat
+
+
+def _listed(field: str, rows: Iterable[Any]) -> list[Any]:
+    try:
+        return list(rows)
+    except TypeError:
+        raise InvalidRequestError.of(field, f"must be a list of rows, but is {rows!r:.80}") from None

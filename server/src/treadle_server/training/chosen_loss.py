@@ -12,6 +12,7 @@ from treadle_plugin_api.training_contract import keyword_options, loss_problem
 from treadle_server.errors import InvalidRequestError, TrainingError
 from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.parts import PartEntry, PartRegistry
+from treadle_server.training.options import is_number
 
 ChosenLoss = Callable[[Array, Targets], RowLosses]
 
@@ -57,5 +58,5 @@ def _check_options(loss: Loss, options: Mapping[str, float]) -> None:
             listing = ", ".join(known) or "none"
             raise InvalidRequestError.of(option, f"is no option of {loss.name}; its options: {listing}")
         low, high = loss.ranges.get(option, (-math.inf, math.inf))
-        if not (low <= value <= high and math.isfinite(value)):
-            raise InvalidRequestError.of(option, f"must be {low:g} to {high:g}, but is {value}")
+        if not (is_number(value) and low <= value <= high):
+            raise InvalidRequestError.of(option, f"must be {low:g} to {high:g}, but is {value!r:.80}")

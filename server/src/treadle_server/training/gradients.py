@@ -10,6 +10,9 @@ from treadle_plugin_api.backend import Array
 
 from treadle_server.errors import TrainingError
 
+# A smaller sum of squares may have lost some that float32 cannot hold.
+_TINY = 1e-20
+
 
 class Accumulator:
     """The gradient of the sum of all losses since the last step, and what it is to be divided by.
@@ -84,11 +87,12 @@ def check_finite(grads: Mapping[str, Array], file_name: Callable[[str], str]) ->
 
 
 def square_sum(array: Array) -> float:
-    """Return the sum of squares; where float32 is too small for it, it is worked out in float64."""
+    """Return the sum of squares; where float32 has no room for it, it is worked out in float64."""
     flat = array.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.dot(flat, flat))
-        return total if math.isfinite(total) else float(np.sum(np.square(flat, dtype=np.float64)))
+        has_room = math.isfinite(total) and (total > _TINY or not flat.any())
+        return total if has_room else float(np.sum(np.square(flat, dtype=np.float64)))
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:

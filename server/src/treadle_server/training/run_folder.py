@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from treadle_server.datasets.batches import Position
 from treadle_server.errors import CheckpointError
-from treadle_server.training.train_config import TrainConfig
+from treadle_server.training.state_files import discard
+from treadle_server.training.train_config import TrainConfig, problems
 
 _RUN_NAME, _STATE_NAME, _CHECKPOINTS = "run.json", "run_state.json", "checkpoints"
 _STATE_PREFIXES = ("run_state.", "trainer_state.")  # of files that only a trainer needs
@@ -135,7 +136,7 @@ class RunFolder:
             shutil.rmtree(leftover, ignore_errors=True)
         for step in self._steps()[:-num_kept]:
             if step != best_step:
-                shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+                discard(self.checkpoint(step))
 
     def publish(self, checkpoint: Path) -> None:
         """Make this folder the model folder that a checkpoint is. Raises CheckpointError."""
@@ -155,8 +156,10 @@ class RunFolder:
 def _read_model(kind: type[Model], path: Path) -> Model:
     try:
         return kind.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: cannot be read: {problems(error)}") from error
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +43,10 @@ class TrainerState:
     step: int
     optimizer: str
     tensors: Mapping[str, Array]
+
+    def exact(self) -> dict[str, Array]:
+        """Return the trained numbers that the model's own files have rounded."""
+        return {name.removeprefix("weight/"): one for name, one in self.tensors.items() if name.startswith("weight/")}
 
 
 def write_state(folder: Path, state: TrainerState, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
@@ -98,11 +103,11 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         for path in (*partial.iterdir(), partial):
             _flush(path)
         if folder.exists():
-            shutil.rmtree(previous, ignore_errors=True)  # of a save that was killed when its own was in place
+            discard(previous)  # of a save that was killed when its own was in place
             folder.rename(previous)
         partial.rename(folder)
         _flush(folder.parent)
-        shutil.rmtree(previous, ignore_errors=True)
+        discard(previous)
     except (OSError, CheckpointError) as error:
         reason = error if isinstance(error, OSError) else error.__cause__ or error
         raise CheckpointWriteError(f"{folder}: cannot be written: {reason}") from error
@@ -115,6 +120,21 @@ def settle(folder: Path) -> None:
     """Bring back the folder that a killed save had renamed away."""
     if not folder.exists() and (_previous(folder) / _JSON_NAME).is_file():
         _previous(folder).rename(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder if it is there; of a link to one, the link alone.
+
+    It is renamed first: whoever kills the process leaves no half of it under its name.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    doomed = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(OSError):
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _previous(folder: Path) -> Path:

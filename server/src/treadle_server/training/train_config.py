@@ -143,7 +143,7 @@ def train_config(settings: Mapping[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(f"the settings are wrong: {'; '.join(map(_line, error.errors()))}") from error
+        raise ConfigError(f"the settings are wrong: {problems(error)}") from error
 
 
 def changed_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
@@ -160,8 +160,13 @@ def changed_config(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConf
     return new
 
 
+def problems(error: ValidationError) -> str:
+    """Return in one line all that is wrong."""
+    return "; ".join(map(_line, error.errors()))
+
+
 def _line(error: Mapping[str, Any]) -> str:
     """Return what is wrong with a setting, or with several together."""
     if not error["loc"]:
-        return str(error["ctx"]["error"])
+        return str(error.get("ctx", {}).get("error", error["msg"]))
     return f"{'.'.join(map(str, error['loc']))}: {error['msg']}, got {error['input']!r:.100}"

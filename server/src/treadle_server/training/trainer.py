@@ -223,11 +223,21 @@ class Trainer:
             raise TrainingError(f"the loss is {run.total_loss}: nothing was changed. {self._not_finite()}")
 
     def _not_finite(self) -> str:
-        names = {name: entry.file_name for entry in self._checkpoint.table for name in entry.params} | self._file_names
-        for name, array in {**self._decoder.parameters, **self._trained.arrays}.items():
-            if not np.isfinite(array).all():
-                return f"The parameter {names[name]} is not finite; load an earlier checkpoint."
+        name = self._broken_parameter({**self._decoder.parameters, **self._trained.arrays})
+        if name is not None:
+            return f"The parameter {name} is not finite; load an earlier checkpoint."
         return "Every parameter is finite: the model's numbers overflow on this batch, or the loss's inputs do."
+
+    def _check_trained(self) -> None:
+        """Raise TrainingError for parameters that no folder should hold, least of all in place of a good one's."""
+        name = self._broken_parameter(self._trained.arrays)
+        if name is not None:
+            raise TrainingError(f"the parameter {name} is not finite: nothing was saved; load an earlier checkpoint")
+
+    def _broken_parameter(self, arrays: Mapping[str, Array]) -> str | None:
+        """Return the checkpoint's name of the first array that is not finite."""
+        names = {name: entry.file_name for entry in self._checkpoint.table for name in entry.params} | self._file_names
+        return next((names[name] for name, array in arrays.items() if not np.isfinite(array).all()), None)
 
     def _result(self, batch: TrainingBatch, run: ParallelPass, reduction: str, grad_norm: float | None) -> LossResult:
         loss = run.total_loss / run.total_weight if reduction == "mean" else run.total_loss
@@ -297,13 +307,13 @@ class Trainer:
     ) -> None:
         """Write a model folder that any server loads, with the optimizer's state in files of its own beside it.
 
-        Where an adapter is trained it is the adapter's folder in PEFT's layout; `save_merged` writes the whole model.
-
+        Of an adapter that is trained it is PEFT's folder; `save_merged` writes the whole model.
         The folder appears complete or not at all, and replaces none but one that a trainer saved. `dtype` rounds the
         model's files (`bfloat16`); training goes on from the exact numbers nevertheless. Gradients that wait for a step
-        are not saved. `files` are further ones to write beside, by name. Raises CheckpointError.
+        are not saved. `files` are further ones by name. Raises CheckpointError; TrainingError for a NaN in a parameter.
         """
         stored = self._stored(dtype)
+        self._check_trained()
         tensors = self._stepper.tensors()
         if stored != self._decoder.dtype.name:
             tensors |= {f"weight/{name}": array for name, array in self._trained.arrays.items()}
@@ -316,14 +326,16 @@ class Trainer:
         replace_folder(Path(path), write)
 
     def save_weights(self, path: str | Path) -> None:
-        """Write the weights alone into a new folder, for a server to load. Raises CheckpointError."""
+        """Write the weights alone into a new folder, for a server to load. Raises as `save` does."""
+        self._check_trained()
         self._trained.write(Path(path), self._decoder.dtype.name)
 
     def save_merged(self, path: str | Path, *, dtype: str | None = None) -> None:
         """Write a whole model, the adapter added to its weights, into a folder that must not be there yet.
 
-        Raises CheckpointError.
+        Raises as `save` does.
         """
+        self._check_trained()
         if Path(path).exists():
             raise CheckpointError(f"{path}: exists; a merged model replaces nothing, name another")
         stored, params = self._stored(dtype), Params.from_arrays(self._decoder.parameters)
@@ -344,7 +356,7 @@ class Trainer:
         """
         folder = Path(path)
         settle(folder)
-        self._take(self._trained.read(folder, _exact(read_state(folder))), 0, {})
+        self._take(self._trained.read(folder, read_state(folder).exact()), 0, {})
 
     def load_state(self, path: str | Path) -> None:
         """Go on where the trainer was that saved this folder: its parameters, step and optimizer state.
@@ -358,7 +370,7 @@ class Trainer:
             raise TrainingError(
                 f"{folder} has the state of {state.optimizer}, but this trainer's is {self._stepper.name}"
             )
-        loaded = self._trained.read(folder, _exact(state))
+        loaded = self._trained.read(folder, state.exact())
         optimizer_state = self._stepper.read(folder, state.tensors, self._trained.arrays, self._file_names.__getitem__)
         self._take(loaded, state.step, optimizer_state)
 
@@ -385,8 +397,3 @@ class Trainer:
         return frozenset(
             param for param, name in self._file_names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
         )
-
-
-def _exact(state: TrainerState) -> dict[str, Array]:
-    """Return the trained numbers that a saved folder's own files have rounded."""
-    return {name.removeprefix("weight/"): one for name, one in state.tensors.items() if name.startswith("weight/")}
