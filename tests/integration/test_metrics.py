@@ -27,8 +27,8 @@ from treadle_server.config import ServerConfig
 from treadle_server.errors import ConfigError
 from treadle_server.plugins import PluginManager
 from treadle_server.service.app import InferenceServer
-from treadle_server.service.training_app import TrainerServer
-from treadle_server.service.training_config import TrainerConfig
+from treadle_server.service.training.app import TrainerServer
+from treadle_server.service.training.config import TrainerConfig
 
 README = Path(__file__).parents[2] / "server/src/treadle_server/service/README.md"
 TOKEN = "0123456789abcdef"

@@ -21,9 +21,9 @@ from treadle_protos.v1 import generation_pb2_grpc
 from treadle_server.config import ServerConfig
 from treadle_server.errors import ConfigError
 from treadle_server.plugins import PluginManager
-from treadle_server.service import observability
 from treadle_server.service.app import InferenceServer
-from treadle_server.service.spans import SpanTracer, tracer_for
+from treadle_server.service.observability import server_observability
+from treadle_server.service.observability.spans import SpanTracer, tracer_for
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "the cat's own secret"
@@ -33,7 +33,7 @@ SECRET = "the cat's own secret"
 async def traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, InMemorySpanExporter]]:
     """A server whose spans stay in memory, and its address."""
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr(observability, "tracer_for", lambda endpoint: SpanTracer(exporter))
+    monkeypatch.setattr(server_observability, "tracer_for", lambda endpoint: SpanTracer(exporter))
     server = InferenceServer(ServerConfig(port=0), PluginManager.load())
     target = f"127.0.0.1:{await server.start()}"
     server.models.add(await asyncio.to_thread(server.load_model, str(folder), "tiny"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from treadle_server.errors import QueueFullError
-from treadle_server.service.client_limits import ClientLimits
+from treadle_server.service.security.client_limits import ClientLimits
 
 
 def test_limit_is_by_client_and_given_back() -> None:

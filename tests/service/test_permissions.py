@@ -7,7 +7,7 @@ import pkgutil
 
 import pytest
 import treadle_protos.v1
-from treadle_server.service.permissions import ROLES, Role, is_open, role_needed
+from treadle_server.service.security.permissions import ROLES, Role, is_open, role_needed
 
 ADMIN = {
     "ModelService": {"LoadModel", "UnloadModel", "UpdateWeights", "LoadAdapter", "UnloadAdapter"},

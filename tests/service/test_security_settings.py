@@ -10,8 +10,8 @@ import pytest
 import trustme
 from treadle_server.config import SecurityConfig
 from treadle_server.errors import AccessDeniedError, ConfigError, UnauthenticatedError
-from treadle_server.service.security import ServerSecurity, address_name, is_loopback
-from treadle_server.service.training_config import make_trainer_config
+from treadle_server.service.security.server_security import ServerSecurity, address_name, is_loopback
+from treadle_server.service.training.config import make_trainer_config
 
 LIST = "/treadle_protos.v1.ModelService/ListModels"
 LOAD = "/treadle_protos.v1.ModelService/LoadModel"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from treadle_server.errors import ConfigError
-from treadle_server.service.permissions import Role
-from treadle_server.service.tokens import Caller, TokenFile
+from treadle_server.service.security.permissions import Role
+from treadle_server.service.security.tokens import Caller, TokenFile
 
 TOKEN = "0123456789abcdef-token"
 NEW = "fedcba9876543210-token"

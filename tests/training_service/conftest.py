@@ -16,8 +16,8 @@ import pytest
 import trustme
 from treadle_client import TrainingClient
 from treadle_server.service.address import join_address
-from treadle_server.service.training_app import TrainerServer
-from treadle_server.service.training_config import make_trainer_config
+from treadle_server.service.training.app import TrainerServer
+from treadle_server.service.training.config import make_trainer_config
 
 TREADLE = [sys.executable, "-m", "treadle_server.cli"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from treadle_client import ConflictError, ServerInternalError, TrainingClient
-from treadle_server.service.training_metrics import MetricsLog, StepMetrics
+from treadle_server.service.training.metrics import MetricsLog, StepMetrics
 from treadle_server.training import Trainer
 
 Run = Callable[..., AbstractContextManager[str]]

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from treadle_client import Client, PermissionDeniedError, QueueFullError, UnauthenticatedError
 from treadle_server.service.app import SERVICES
-from treadle_server.service.permissions import Role, role_needed
+from treadle_server.service.security.permissions import Role, role_needed
 
 ADMIN = "admin-token-0123456789abcdef"
 USER = "user-token-0123456789abcdef"

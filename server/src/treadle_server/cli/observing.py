@@ -105,7 +105,7 @@ class _LogThread(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note the request that the line is about, if the code that logs it runs for one, and pass the line on."""
-        from treadle_server.service.call_record import current_request_id
+        from treadle_server.service.observability.call_record import current_request_id
 
         record.request_id = current_request_id()
         try:  # now: what it tells of may change, and what cannot be formatted is the fault of this place

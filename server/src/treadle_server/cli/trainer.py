@@ -21,8 +21,8 @@ from treadle_server.cli.security import TOKEN_VARIABLE, SecurityFlags, read_toke
 from treadle_server.cli.signals import first_signal
 
 if TYPE_CHECKING:
-    from treadle_server.service.training_app import TrainerServer
-    from treadle_server.service.training_config import TrainerConfig
+    from treadle_server.service.training.app import TrainerServer
+    from treadle_server.service.training.config import TrainerConfig
 
 _LOG = logging.getLogger(__name__)
 _LORA = "Adapter to train instead of the weights"
@@ -163,7 +163,7 @@ def trainer(
 
     One line on stdout tells the address when it takes calls; the log goes to stderr.
     """
-    from treadle_server.service.training_config import make_trainer_config
+    from treadle_server.service.training.config import make_trainer_config
 
     observing.start_log()
     config = make_trainer_config(
@@ -194,7 +194,7 @@ def _end_with_stdin() -> None:
 
 async def _train(config: TrainerConfig, model: str, *, as_json: bool) -> None:
     """Listen, load, train, drain. A signal while it loads ends it without more ado."""
-    from treadle_server.service.training_app import TrainerServer
+    from treadle_server.service.training.app import TrainerServer
 
     signalled = first_signal()
     server = TrainerServer(config)

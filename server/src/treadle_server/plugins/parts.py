@@ -52,7 +52,7 @@ class PartRegistry(Generic[PartT]):
         """The entry called `name`; raises KeyError with what is known if there is none."""
         if name not in self._entries:
             reason = f"; {self._absent[name]}" if name in self._absent else ""
-            known = ", ".join(self._entries) or "those of the plugins, of which none has any: install treadle-server anew"
+            known = ", ".join(self._entries) or "those of plugins, but none has any: install treadle-server anew"
             raise KeyError(f"must be one of {known}, but is {name!r:.80}{reason}")
         return self._entries[name]
 

@@ -1,1 +1,4 @@
-"""The gRPC face of treadle: the only package that knows grpc and the protos."""
+"""The gRPC face of treadle: the only package that knows grpc and the protos.
+
+Servicers and the server's life are here; `security`, `observability` and `training` are packages of their own.
+"""

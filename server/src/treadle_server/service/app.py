@@ -33,19 +33,19 @@ from treadle_server.language_model import LanguageModel, RequestLimits
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service.active_requests import ActiveRequests
 from treadle_server.service.address import join_address, listen_problem
-from treadle_server.service.allowed_folders import AllowedFolders
-from treadle_server.service.engine_metrics import EngineCollector, PluginCollector
 from treadle_server.service.generation_servicer import GenerationServicer
 from treadle_server.service.interceptor import RequestInterceptor
 from treadle_server.service.model_changes import ModelChanges
 from treadle_server.service.model_servicer import ModelServicer
-from treadle_server.service.observability import Observability
+from treadle_server.service.observability.engine_metrics import EngineCollector, PluginCollector
+from treadle_server.service.observability.server_observability import Observability
 from treadle_server.service.sampler_servicer import SamplerServicer
-from treadle_server.service.security import ServerSecurity
+from treadle_server.service.security.allowed_folders import AllowedFolders
+from treadle_server.service.security.server_security import ServerSecurity
 from treadle_server.service.served_models import ServedModels
 from treadle_server.service.server_servicer import ServerServicer
 from treadle_server.service.trace_servicer import TraceServicer
-from treadle_server.service.training_config import TrainerConfig
+from treadle_server.service.training.config import TrainerConfig
 
 _LOG = logging.getLogger(__name__)
 

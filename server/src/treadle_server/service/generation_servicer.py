@@ -30,7 +30,7 @@ from treadle_server.language_model.best_of import keep_best, widen
 from treadle_server.language_model.generation import prompt_scores
 from treadle_server.language_model.validation import check_best_of, refuse
 from treadle_server.service import convert
-from treadle_server.service.call_record import current_call, current_request_id
+from treadle_server.service.observability.call_record import current_call, current_request_id
 from treadle_server.service.off_loop import Inbox, deliver_to, run_off_loop
 from treadle_server.service.served_models import ServedModels
 

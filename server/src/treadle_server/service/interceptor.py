@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from treadle_server.errors import NotSupportedError, TreadleError
 from treadle_server.service.active_requests import ActiveRequests
 from treadle_server.service.message_size import check_entries
-from treadle_server.service.permissions import is_open
-from treadle_server.service.security import ServerSecurity
+from treadle_server.service.observability.telemetry import Telemetry
+from treadle_server.service.security.permissions import is_open
+from treadle_server.service.security.server_security import ServerSecurity
 from treadle_server.service.status import abort, abort_internal, abort_malformed, reason_of_status
-from treadle_server.service.telemetry import Telemetry
 
 _LOG = logging.getLogger(__name__)
 _OUR_SERVICES: Final = "/treadle_protos."

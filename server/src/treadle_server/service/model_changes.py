@@ -16,8 +16,8 @@ from treadle_server.engine.weights import LoadedAdapter
 from treadle_server.errors import TreadleError
 from treadle_server.language_model import LanguageModel
 from treadle_server.language_model.validation import check_name
-from treadle_server.service.allowed_folders import AllowedFolders
 from treadle_server.service.off_loop import in_daemon_thread
+from treadle_server.service.security.allowed_folders import AllowedFolders
 from treadle_server.service.served_models import ServedModels
 
 _LOG = logging.getLogger(__name__)

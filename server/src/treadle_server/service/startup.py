@@ -13,7 +13,7 @@ from treadle_server.errors import ConfigError
 from treadle_server.language_model import LanguageModel
 from treadle_server.plugins import PluginManager
 from treadle_server.service.app import InferenceServer
-from treadle_server.service.training_config import TrainerConfig
+from treadle_server.service.training.config import TrainerConfig
 
 _LOG = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from treadle_server.language_model import (
 from treadle_server.language_model import Trace as TraceResult
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service import convert
-from treadle_server.service.call_record import current_call
+from treadle_server.service.observability.call_record import current_call
 from treadle_server.service.off_loop import Inbox, deliver_to, run_off_loop
 from treadle_server.service.served_models import ServedModels
 

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import grpc
 
-from treadle_server.service.call_record import (
+from treadle_server.service.observability.call_record import (
     REQUEST_ID_KEY,
     CallRecord,
     make_current,

@@ -12,12 +12,12 @@ from google.protobuf.message import Message
 from treadle_protos.v1 import training_pb2 as pb
 
 from treadle_server.errors import InvalidRequestError, TrainingError, TreadleError
-from treadle_server.service.training_calls import CallLog, read_calls
-from treadle_server.service.training_checkpoints import CheckpointRoot
-from treadle_server.service.training_convert import LossChoice, loss_paths, optimizer_paths, result_to_proto
-from treadle_server.service.training_metrics import BatchTally, StepMetrics
-from treadle_server.service.training_publish import Publisher
-from treadle_server.service.training_rows import Rows
+from treadle_server.service.training.calls import CallLog, read_calls
+from treadle_server.service.training.checkpoints import CheckpointRoot
+from treadle_server.service.training.convert import LossChoice, loss_paths, optimizer_paths, result_to_proto
+from treadle_server.service.training.metrics import BatchTally, StepMetrics
+from treadle_server.service.training.publish import Publisher
+from treadle_server.service.training.rows import Rows
 from treadle_server.training import LossResult, StepResult, Trainer
 
 _Response = TypeVar("_Response", bound=Message)

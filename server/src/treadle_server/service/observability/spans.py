@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from treadle_server.errors import ConfigError
-from treadle_server.service.call_record import CallRecord
+from treadle_server.service.observability.call_record import CallRecord
 from treadle_server.version import VERSION
 
 if TYPE_CHECKING:

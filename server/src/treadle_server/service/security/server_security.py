@@ -13,10 +13,10 @@ import grpc
 
 from treadle_server.config import SecurityConfig
 from treadle_server.errors import AccessDeniedError, ConfigError, UnauthenticatedError
-from treadle_server.service.certificates import CertificateFiles, Certificates
-from treadle_server.service.client_limits import ClientLimits
-from treadle_server.service.permissions import Role, role_needed
-from treadle_server.service.tokens import Caller, TokenFile
+from treadle_server.service.security.certificates import CertificateFiles, Certificates
+from treadle_server.service.security.client_limits import ClientLimits
+from treadle_server.service.security.permissions import Role, role_needed
+from treadle_server.service.security.tokens import Caller, TokenFile
 
 _LOG = logging.getLogger(__name__)
 _SCHEME: Final = re.compile(r"bearer +(\S+)", re.IGNORECASE)

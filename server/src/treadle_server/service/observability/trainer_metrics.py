@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from treadle_protos.v1 import training_pb2 as pb
 
-from treadle_server.service.training_metrics import MetricsLog, StepMetrics
-from treadle_server.service.training_worker import TrainerWorker
+from treadle_server.service.training.metrics import MetricsLog, StepMetrics
+from treadle_server.service.training.worker import TrainerWorker
 
 _OF_STEP: Final[tuple[tuple[str, str, Callable[[StepMetrics], float]], ...]] = (
     ("treadle_trainer_step", "Number of the newest step", lambda m: m.step),

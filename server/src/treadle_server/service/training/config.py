@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from treadle_server.config import ObservedConfig
 from treadle_server.errors import ConfigError
-from treadle_server.service.security import is_loopback
+from treadle_server.service.security.server_security import is_loopback
 
 DEFAULT_TRAINER_PORT = 7434
 

@@ -10,12 +10,12 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from treadle_server.config import ObservedConfig
-from treadle_server.service.metric_families import gauge
-from treadle_server.service.metrics_server import MetricsServer
-from treadle_server.service.rpc_metrics import GenerationMetrics, RpcMetrics
-from treadle_server.service.security import ServerSecurity
-from treadle_server.service.spans import tracer_for
-from treadle_server.service.telemetry import Telemetry
+from treadle_server.service.observability.metric_families import gauge
+from treadle_server.service.observability.metrics_server import MetricsServer
+from treadle_server.service.observability.rpc_metrics import GenerationMetrics, RpcMetrics
+from treadle_server.service.observability.spans import tracer_for
+from treadle_server.service.observability.telemetry import Telemetry
+from treadle_server.service.security.server_security import ServerSecurity
 from treadle_server.version import VERSION
 
 

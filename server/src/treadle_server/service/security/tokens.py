@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from treadle_server.errors import ConfigError
-from treadle_server.service.permissions import Role
-from treadle_server.service.watched_files import WatchedFiles, read_file
+from treadle_server.service.security.permissions import Role
+from treadle_server.service.security.watched_files import WatchedFiles, read_file
 
 _LOG = logging.getLogger(__name__)
 _MAX_FILE_BYTES: Final = 1 << 20

@@ -11,12 +11,12 @@ from treadle_protos.v1 import training_pb2 as pb
 from treadle_server.checkpoints.config_file import read_generation_config, read_json_object
 from treadle_server.checkpoints.store import ModelStore
 from treadle_server.service.startup import load_plugins
-from treadle_server.service.training_checkpoints import CheckpointRoot
-from treadle_server.service.training_config import LoraSettings, TrainerConfig
-from treadle_server.service.training_metrics import StepMetrics
-from treadle_server.service.training_publish import Publisher
-from treadle_server.service.training_rows import RowReader
-from treadle_server.service.training_session import TrainingSession
+from treadle_server.service.training.checkpoints import CheckpointRoot
+from treadle_server.service.training.config import LoraSettings, TrainerConfig
+from treadle_server.service.training.metrics import StepMetrics
+from treadle_server.service.training.publish import Publisher
+from treadle_server.service.training.rows import RowReader
+from treadle_server.service.training.session import TrainingSession
 from treadle_server.tokenizer import Tokenizer
 from treadle_server.training import Trainer
 from treadle_server.training.lora import LoraConfig

@@ -12,7 +12,7 @@ from typing import Final
 import grpc
 
 from treadle_server.errors import ConfigError
-from treadle_server.service.watched_files import WatchedFiles, read_file
+from treadle_server.service.security.watched_files import WatchedFiles, read_file
 
 _LOG = logging.getLogger(__name__)
 _MAX_FILE_BYTES: Final = 1 << 20

@@ -22,7 +22,7 @@ from treadle_server.errors import (
     PublishTargetError,
 )
 from treadle_server.service.status import is_denied, is_unreachable
-from treadle_server.service.training_config import PublishTarget
+from treadle_server.service.training.config import PublishTarget
 from treadle_server.training import Trainer
 from treadle_server.training.state_files import discard
 

@@ -12,8 +12,8 @@ from treadle_protos.v1 import training_pb2 as pb
 
 from treadle_server.errors import InvalidRequestError, Violation
 from treadle_server.service.convert import value_from_proto
-from treadle_server.service.training_metrics import StepMetrics
-from treadle_server.service.training_rows import Rows
+from treadle_server.service.training.metrics import StepMetrics
+from treadle_server.service.training.rows import Rows
 from treadle_server.training import LossResult
 
 _REDUCTIONS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle_server.errors import CheckpointError, InvalidRequestError, TrainingError
-from treadle_server.service.training_calls import read_next_number
+from treadle_server.service.training.calls import read_next_number
 from treadle_server.training.state_files import read_progress, settle
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

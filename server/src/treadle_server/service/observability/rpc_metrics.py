@@ -11,8 +11,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from treadle_server.engine.statistics import DurationHistogram
-from treadle_server.service.call_record import CallRecord
-from treadle_server.service.metric_families import counter, gauge, histogram
+from treadle_server.service.observability.call_record import CallRecord
+from treadle_server.service.observability.metric_families import counter, gauge, histogram
 
 _BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _AUTH_CODES: Final = frozenset({"UNAUTHENTICATED", "PERMISSION_DENIED"})

@@ -15,7 +15,7 @@ from treadle_server.engine.prefix_cache import PrefixCache
 from treadle_server.engine.statistics import DurationHistogram, EngineStatistics
 from treadle_server.language_model import LanguageModel
 from treadle_server.plugins.manager import PluginManager
-from treadle_server.service.metric_families import counter, gauge, histogram
+from treadle_server.service.observability.metric_families import counter, gauge, histogram
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from treadle_server.config import SecurityConfig
 from treadle_server.errors import ConfigError, UnauthenticatedError
 from treadle_server.service.address import join_address
-from treadle_server.service.security import ServerSecurity
-from treadle_server.service.watched_files import WatchedFiles
+from treadle_server.service.security.server_security import ServerSecurity
+from treadle_server.service.security.watched_files import WatchedFiles
 
 _LOG = logging.getLogger(__name__)
 _PATH: Final = "/metrics"

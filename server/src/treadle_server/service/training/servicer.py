@@ -15,10 +15,10 @@ from treadle_protos.v1 import training_pb2_grpc
 from treadle_server.errors import UnavailableError
 from treadle_server.service.convert import duration_to_proto
 from treadle_server.service.off_loop import run_off_loop
-from treadle_server.service.training_convert import loss_from_proto, metrics_to_proto, optimizer_from_proto
-from treadle_server.service.training_loading import LoadedTrainer
-from treadle_server.service.training_metrics import MetricsLog
-from treadle_server.service.training_worker import TrainerWorker
+from treadle_server.service.training.convert import loss_from_proto, metrics_to_proto, optimizer_from_proto
+from treadle_server.service.training.loading import LoadedTrainer
+from treadle_server.service.training.metrics import MetricsLog
+from treadle_server.service.training.worker import TrainerWorker
 
 _T = TypeVar("_T")
 

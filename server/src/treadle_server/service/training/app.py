@@ -15,14 +15,14 @@ from treadle_server.service.active_requests import ActiveRequests
 from treadle_server.service.address import join_address, listen_problem
 from treadle_server.service.app import TRAINING_SERVICE, channel_options
 from treadle_server.service.interceptor import RequestInterceptor
-from treadle_server.service.observability import Observability
-from treadle_server.service.security import ServerSecurity
-from treadle_server.service.trainer_metrics import TrainerCollector
-from treadle_server.service.training_config import TrainerConfig
-from treadle_server.service.training_loading import LoadedTrainer, load_trainer
-from treadle_server.service.training_metrics import MetricsLog, StepMetrics
-from treadle_server.service.training_servicer import TrainingServicer
-from treadle_server.service.training_worker import TrainerWorker
+from treadle_server.service.observability.server_observability import Observability
+from treadle_server.service.observability.trainer_metrics import TrainerCollector
+from treadle_server.service.security.server_security import ServerSecurity
+from treadle_server.service.training.config import TrainerConfig
+from treadle_server.service.training.loading import LoadedTrainer, load_trainer
+from treadle_server.service.training.metrics import MetricsLog, StepMetrics
+from treadle_server.service.training.servicer import TrainingServicer
+from treadle_server.service.training.worker import TrainerWorker
 
 # Threads that check and tokenise batches.
 _NUM_ADMISSION_THREADS = 2
