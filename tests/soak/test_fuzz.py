@@ -39,8 +39,8 @@ ENDLESS_S = 0.1
 CHANGES = {"LoadModel", "UnloadModel", "UnloadAdapter"}
 # More than the slowest answer to a message that is right; what takes longer hangs.
 DEADLINE_S = 60.0
-# How long a list may be, and how large one of messages: a trainer may well work for minutes on thousands of long rows.
-MANY = 700
+# How long a list may be, and how large one of messages: a trainer may well work for a minute on a long one.
+MANY = 100
 MANY_BYTES = 5000
 CONTROL_IDS = [5, 90, 41, 17]
 
@@ -64,7 +64,7 @@ DOUBLES = st.sampled_from(
 )
 TEXTS = st.one_of(
     st.text(max_size=12),
-    st.sampled_from(["", "\0", " ", "..", "../..", "/", "~", "a" * 2000, "猫" * 700, "\u202e", "{{ 1 // 0 }}"]),
+    st.sampled_from(["", "\0", " ", "..", "../..", "/", "~", "a" * 600, "猫" * 200, "\u202e", "{{ 1 // 0 }}"]),
 )
 
 
@@ -351,7 +351,7 @@ def status_of(call: Callable[..., Any], raw: bytes, timeout_s: float) -> grpc.St
     return grpc.StatusCode.OK
 
 
-@pytest.mark.counts(default=12, full=645)
+@pytest.mark.counts(default=12, full=646)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_no_message_is_a_fault(target: Target, method: MethodDescriptor, count: int) -> None:
     """Neither INTERNAL nor UNKNOWN, no answer after the deadline; then both processes answer as they did before."""
@@ -362,7 +362,13 @@ def test_no_message_is_a_fault(target: Target, method: MethodDescriptor, count: 
     with grpc.insecure_channel((target.trainer if trains else target.server).address) as channel:
         call = channel.unary_stream(path) if method.server_streaming else channel.unary_unary(path)
 
-        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            derandomize=count < 100,  # the daily run repeats itself; the long one looks for what is new
+            suppress_health_check=list(HealthCheck),
+        )
         @given(broken(Messages(target.root).strategy(method.input_type)))
         def send(raw: bytes) -> None:
             begun_s = time.monotonic()

@@ -59,6 +59,7 @@ class Run:
     answers: dict[int, Any] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
     num_lives: int = 0
+    lived_s: float = 0.0  # how long the calls of the last life took
     num_repeated: int = 0
 
     def go(self, calls: list[tuple[str, Any]], delays_s: Iterator[float]) -> pb.ComputeLossResponse:
@@ -70,12 +71,14 @@ class Run:
                 killer = threading.Timer(delay_s or 0.0, running.process.kill)
                 if delay_s is not None:
                     killer.start()
+                begun_s = time.monotonic()
                 try:
                     return self._live(training_pb2_grpc.TrainingServiceStub(channel), calls)
                 except grpc.RpcError as error:
                     if delay_s is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
                         raise
                 finally:
+                    self.lived_s = time.monotonic() - begun_s
                     killer.cancel()
                     running.kill()
                     assert not running.faults()
@@ -125,9 +128,8 @@ def test_a_killed_trainer_goes_on_bit_for_bit(
     ):
         roots = [tmp_path / "whole", tmp_path / "killed"]
         whole, killed = (Run(starting(spawn, tiny_folder, root, server.address), client, root) for root in roots)
-        begun_s = time.monotonic()
         expected = whole.go(calls, iter(()))
-        longest_s = min(time.monotonic() - begun_s, 0.5)
+        longest_s = min(whole.lived_s / 2, 0.5)  # the first life at least is cut short
         source = random.Random(count)
         assert killed.go(calls, checked((source.uniform(0.0, longest_s) for _ in range(count)), killed)) == expected
     assert killed.num_lives > 1
