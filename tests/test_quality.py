@@ -13,6 +13,7 @@ SOURCES = [
     "protos/src",
     "plugins/api/src",
     "plugins/samplers/src",
+    "plugins/kernels/src",
     "plugins/template/src",
     "server/src",
     "clients/python/src",

@@ -155,10 +155,9 @@ def test_a_sentence_is_taught_while_the_server_serves(tmp_path: Path) -> None:
 
 
 def test_files_are_trained_on(tmp_path: Path) -> None:
-    """`treadle train` leaves a folder that `treadle generate` takes."""
-    story = "The cat sat in the sun. The mouse brought her a flower. They were happy.\n\n"
-    save(tmp_path, "tales.txt", story * 60)
-    assert shell(block("bash", "treadle train"), tmp_path).strip()
+    """`treadle train` leaves a folder that `treadle generate` takes; it has learnt the tale."""
+    said = shell(block("bash", "treadle train").strip() + " --temperature 0", tmp_path)
+    assert " sat in the sun. The mouse brought her a flower. They were happy." in said
     assert (tmp_path / "tales" / "loss.png").exists()
 
 
@@ -172,13 +171,15 @@ def test_in_process_script_works(smollm2: Path, tmp_path: Path) -> None:
 def test_own_sampler_changes_the_output(smollm2: Path, tmp_path: Path) -> None:
     """The README's sampler, saved as it says and named on the command line, changes the text.
 
-    Once as printed, and greedy with and without the stage, so that chance has no part in the comparison.
+    It is greedy, so that chance has no part in the comparison; and the stage passes the suite for authors.
     """
     save(tmp_path, "stages/shout.py", block("python", "class Shout"))
     command = block("bash", "--plugin-dir").strip()
     assert shell(command, tmp_path).strip()
-    shouted = shell(command + " --temperature 0", tmp_path)
-    plain = shell(re.sub(r"--stage '.*?'", "", command) + " --temperature 0", tmp_path)
+    shouted = shell(command, tmp_path)
+    plain = shell(re.sub(r"--stage '.*?'", "", command), tmp_path)
+    checked = shell("treadle plugins --check --plugin-dir stages", tmp_path)
+    assert "shout" in checked
     assert shouted != plain
     assert sum(map(str.isupper, shouted)) > sum(map(str.isupper, plain))
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treadle_plugin_api.backend import Batch
+from treadle_server.errors import ConfigError
 from treadle_server.model import attention
 from treadle_server.model.decoder import Decoder
 
@@ -224,6 +225,6 @@ def test_learned_positions_end_at_the_context_length(load_decoder):
     [({"dtype": "float16"}, "dtype"), ({"numerics": "exact"}, "numerics"), ({"backend": "cuda"}, "backend 'cuda'")],
 )
 def test_unknown_options_are_refused(odd_decoder, options, message):
-    """An unknown dtype, numerics mode or backend raises ValueError naming it."""
-    with pytest.raises(ValueError, match=message):
+    """An unknown dtype or numerics mode raises ValueError naming it, an unknown backend ConfigError."""
+    with pytest.raises((ValueError, ConfigError), match=message):
         odd_decoder(**options)

@@ -18,6 +18,7 @@ OURS = (
     "treadle-protos",
     "treadle-plugin-api",
     "treadle-samplers",
+    "treadle-kernels",
     "treadle-weights",
 )
 

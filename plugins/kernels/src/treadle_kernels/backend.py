@@ -1,0 +1,118 @@
+"""The compute backend: NumPy's forward pass with compiled products, and all layers in one call where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from treadle_plugin_api.backend import Adapter, Array, Batch, CacheView, Observer, Weight
+from treadle_plugin_api.decoder_config import DecoderConfig
+from treadle_server.model.pass_state import rotary_tables
+from treadle_server.model.prepared import Linear, PreparedDecoder, prepare_decoder
+from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
+
+from treadle_kernels import products
+from treadle_kernels.emit import STORED
+from treadle_kernels.fused_forward import FusedDecoder, KernelDecoder
+from treadle_kernels.stored import GROUP_SHIFT, StoredMatrix, quantise_matrix, read_matrix
+from treadle_kernels.team import Team, Work
+
+# Rows of weights in a chunk of a product by itself: 32 to 512, so that there are some dozen for each thread.
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS, CHUNKS_A_THREAD = 32, 512, 16
+MAX_ROWS = 8192  # of x at once: a head of a million rows then has 350,000 chunks
+
+
+class KernelBackend(ReproducibleNumpyBackend):
+    """float32 arithmetic on weights as stored, or rounded to int8. Always reproducible: a sum has one order."""
+
+    name = "kernels"
+
+    def __init__(self, num_threads: int, *, quantise: bool = False) -> None:
+        super().__init__(np.float32)
+        if quantise:
+            self.name = "kernels_int8"
+        self._read_matrix = quantise_matrix if quantise else read_matrix
+        self._team = Team(num_threads)
+        self._compiled = {stored: products.make_kernel(stored) for stored in STORED}
+        self._kernels = {stored: int(compiled.address) for stored, compiled in self._compiled.items()}
+
+    def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> KernelDecoder:
+        """Map matrices that kernels read as they are stored, and read the rest widened; or round them all."""
+        return KernelDecoder.of(prepare_decoder(config, params, self.dtype, self._read_matrix), self._kernels)
+
+    def forward(
+        self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
+    ) -> Array:
+        """Run the layers and return `hidden [tokens, dim]`; in one call what has no adapter, where that fits."""
+        fused = prepared.fused if isinstance(prepared, KernelDecoder) and observe is None else None
+        if fused is None:
+            return super().forward(prepared, batch, caches, observe)
+        if batch.adapters is None:
+            return self._forward_fused(fused, prepared, batch, caches)
+        hidden = np.empty((batch.num_tokens, prepared.config.dim), self.dtype)
+        for chosen in _by_adapter(batch.adapters):
+            part, rows = _part(batch, chosen)
+            own = [caches[number] for number in chosen]
+            bare = part.adapters is None
+            hidden[rows] = (
+                self._forward_fused(fused, prepared, part, own) if bare else super().forward(prepared, part, own)
+            )
+        return hidden
+
+    def _forward_fused(
+        self, fused: FusedDecoder, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView]
+    ) -> Array:
+        positions = batch.positions()
+        x = self._embed(prepared, batch, positions, None, None)
+        tables = rotary_tables(prepared, batch, positions, self.dtype)
+        fused.forward(self._team, prepared, batch, caches, x, tables)
+        return x if prepared.final_norm is None else self.norm(prepared.config, x, prepared.final_norm, x)
+
+    def linear(self, x: Array, linear: Linear, out: Array) -> Array:
+        """Fill out `[rows, out]` with x `[rows, in]` @ weight.T + bias; an adapter's arrays are NumPy's."""
+        matrix = linear.weight
+        if not isinstance(matrix, StoredMatrix):
+            return super().linear(x, linear, out)
+        if len(x) > MAX_ROWS:
+            for start in range(0, len(x), MAX_ROWS):
+                self.linear(x[start : start + MAX_ROWS], linear, out[start : start + MAX_ROWS])
+            return out
+        x, target = np.require(x, requirements=["C", "W"]), np.require(out, requirements=["C"])
+        kernel, team, num_pieces = self._kernels[matrix.stored], self._team, self._team.num_threads * CHUNKS_A_THREAD
+        chunk_rows = min(max(MIN_CHUNK_ROWS, len(matrix) // num_pieces), MAX_CHUNK_ROWS)
+        scratch = np.empty((team.num_threads, products.BLOCK_ROWS * chunk_rows), np.float32)
+
+        def make(operation: int) -> Work:
+            call = products.linear
+            at = (kernel, GROUP_SHIFT, matrix.segments, x, target, chunk_rows, team.control, operation)
+            return Work(lambda thread: call(*at, scratch[thread]), matrix)
+
+        team.run(1, make)
+        if target is not out:
+            out[...] = target
+        if linear.bias is not None:
+            out += linear.bias
+        return out
+
+
+def _by_adapter(adapters: Sequence[Adapter | None]) -> list[list[int]]:
+    """Return the numbers of the sequences without an adapter, and of those with one, where there are any."""
+    bare = [number for number, adapter in enumerate(adapters) if adapter is None]
+    changed = [number for number, adapter in enumerate(adapters) if adapter is not None]
+    return [chosen for chosen in (bare, changed) if chosen]
+
+
+def _part(batch: Batch, chosen: Sequence[int]) -> tuple[Batch, NDArray[np.int64]]:
+    """Return some sequences of a batch as one, and where their rows lie in it."""
+    spans = [np.arange(batch.starts[number], batch.starts[number + 1]) for number in chosen]
+    rows = np.concatenate(spans)
+    prompts = batch.prompt_lengths
+    adapters = [None if batch.adapters is None else batch.adapters[number] for number in chosen]
+    part = Batch.of(
+        [batch.token_ids[span] for span in spans],
+        batch.prefix_lengths[list(chosen)].tolist(),
+        None if prompts is None else prompts[list(chosen)].tolist(),
+        adapters,
+    )
+    return part, rows

@@ -1,0 +1,79 @@
+"""How threads share an operation: in chunks that whoever comes takes, and that nobody waits long for.
+
+A step is a row of operations, numbered in ascending order for as long as the process runs. Each has chunks, whose
+results are worked out in a thread's own memory and then committed: the first to say so writes them where the others
+read. When every chunk is taken, a thread that has nothing to do waits a little and then works out an unfinished one
+itself: whoever took it may have been stopped by the scheduler for milliseconds. Results have the same bits whoever
+makes them, and what a late one makes is dropped. So a thread is waited for only while it copies a result, and a step
+never waits for helpers to start.
+
+`control` is `[CONTROL_SIZE] int64`: the operation and how many of its chunks are taken, and for every chunk the last
+operation that was committed, and that is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from treadle_kernels.memory import load_acquire, pause, replace_if, store_release
+
+# Of one operation. Memory that no chunk needs is never touched, so that many cost nothing.
+MAX_CHUNKS = 1 << 22
+CONTROL_SIZE = 8 + 2 * MAX_CHUNKS
+
+_TAKEN_BITS = 24
+_TAKEN = (1 << _TAKEN_BITS) - 1
+_COMMITTED, _WRITTEN = 8, 8 + MAX_CHUNKS
+# Pauses of 20 to 40 ns until a thread does another's chunk over: longer than a chunk of a decoding step takes.
+_PATIENCE = 1000
+
+
+@njit(nogil=True)
+def _at(control, place):
+    return np.int64(control.ctypes.data) + 8 * np.int64(place)
+
+
+@njit(nogil=True)
+def take_chunk(control, operation, num_chunks):
+    """Return the number of a chunk to work out, or -1 once all chunks of the operation are written."""
+    while True:
+        word = load_acquire(_at(control, 0))
+        current = word >> _TAKEN_BITS
+        if current > operation:
+            return -1
+        taken = word & _TAKEN if current == operation else 0
+        if taken >= num_chunks:
+            return _unfinished(control, operation, num_chunks)
+        if replace_if(_at(control, 0), word, (operation << _TAKEN_BITS) | (taken + 1)):
+            return taken
+
+
+@njit(nogil=True)
+def _unfinished(control, operation, num_chunks):
+    """Wait for chunks that others have; return one that takes long and is not being committed, or -1."""
+    first, pauses = 0, 0
+    while first < num_chunks:
+        if load_acquire(_at(control, _WRITTEN + first)) >= operation:
+            first += 1
+        elif load_acquire(_at(control, 0)) >> _TAKEN_BITS > operation:
+            return -1
+        elif pauses > _PATIENCE and load_acquire(_at(control, _COMMITTED + first)) < operation:
+            return first
+        else:
+            pauses += 1
+            pause()
+    return -1
+
+
+@njit(nogil=True)
+def begin_commit(control, operation, chunk):
+    """Whether this thread is the one that writes the chunk's result; if so, `end_commit` has to follow."""
+    seen = load_acquire(_at(control, _COMMITTED + chunk))
+    return seen < operation and replace_if(_at(control, _COMMITTED + chunk), seen, operation)
+
+
+@njit(nogil=True)
+def end_commit(control, operation, chunk):
+    """Let everybody see the chunk's result."""
+    store_release(_at(control, _WRITTEN + chunk), operation)

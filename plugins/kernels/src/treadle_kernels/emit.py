@@ -1,0 +1,173 @@
+"""Pieces of LLVM code that the kernels are put together from: vectors of 16 lanes, whatever the CPU's registers hold.
+
+LLVM lowers a vector of 16 floats to one register with AVX-512, to two with AVX2, to four with NEON or SSE. Nothing here
+is marked as free to reorder, so that the bits of a sum are those of the order written down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+MASK = ir.VectorType(ir.IntType(1), LANES)
+
+# Stored formats by the name of the NumPy dtype that carries them: the element, and its bytes. bfloat16 comes as uint16.
+STORED = {"uint16": (I16, 2), "float32": (F32, 4), "int8": (I8, 1)}
+
+# exp(r) for |r| <= ln(2) / 2: 1 + r + r^2 times this polynomial, highest power first (Cephes' expf).
+EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+EXP_RANGE = (-87.33, 88.37)  # beyond, the result is no normal float32
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+ROUND = 12582912.0  # 1.5 * 2^23: adding and taking it off again rounds to the nearest integer
+
+Value = Any
+
+
+class Emitter:
+    """Emits into one function; `fused` as the machine has it."""
+
+    def __init__(self, builder: Any, *, fused: bool) -> None:
+        self.builder = builder
+        self.fused = fused
+
+    def number(self, value: int) -> Value:
+        """An int64."""
+        return ir.Constant(I64, value)
+
+    def splat(self, value: float) -> Value:
+        """A float32 in every lane."""
+        return ir.Constant(FLOATS, [value] * LANES)
+
+    def spread(self, scalar: Value) -> Value:
+        """A computed float32 in every lane."""
+        first = self.builder.insert_element(ir.Constant(FLOATS, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+
+    def at(self, base: Value, *offsets: Value) -> Value:
+        """The address that so many bytes after base has."""
+        for offset in offsets:
+            base = self.builder.add(base, offset)
+        return base
+
+    def times(self, value: Value, factor: int) -> Value:
+        """An int64 times a constant."""
+        return self.builder.mul(value, self.number(factor))
+
+    def load(self, kind: Any, address: Value) -> Value:
+        """Read a scalar or a vector from an address that need be aligned to nothing."""
+        value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
+        value.align = 1
+        return value
+
+    def store(self, value: Value, address: Value) -> None:
+        """Write a scalar or a vector."""
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = 1
+
+    def lanes_below(self, count: Value) -> Value:
+        """The mask of the lanes whose number is below an int64."""
+        narrow = self.builder.trunc(count, I32)
+        first = self.builder.insert_element(ir.Constant(INTS, ir.Undefined), narrow, ir.Constant(I32, 0))
+        every = self.builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
+        return self.builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), every)
+
+    def load_some(self, kind: Any, address: Value, mask: Value) -> Value:
+        """Read the lanes of a mask and nothing else of memory; the others are 0."""
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
+        zero = ir.Constant(kind, [0] * LANES)
+        short = {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[kind.element]
+        function = self._intrinsic(f"llvm.masked.load.v16{short}.p0", kind, [pointer.type, I32, MASK, kind])
+        return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero])
+
+    def store_some(self, value: Value, address: Value, mask: Value) -> None:
+        """Write the lanes of a mask and nothing else."""
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        arguments = [value.type, pointer.type, I32, MASK]
+        function = self._intrinsic("llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
+        self.builder.call(function, [value, pointer, ir.Constant(I32, 1), mask])
+
+    def prefetch(self, address: Value) -> None:
+        """Have a line of memory brought near; an address that is nobody's does no harm."""
+        pointer = self.builder.inttoptr(address, I8.as_pointer())
+        function = self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.type, I32, I32, I32])
+        self.builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
+
+    def multiply_add(self, a: Value, b: Value, c: Value) -> Value:
+        """A * b + c."""
+        if not self.fused:
+            return self.builder.fadd(self.builder.fmul(a, b), c)
+        return self.builder.call(self._intrinsic("llvm.fma.v16f32", FLOATS, [FLOATS] * 3), [a, b, c])
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger of each two lanes."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def widen(self, stored: str, value: Value) -> Value:
+        """Stored lanes as float32."""
+        if stored == "uint16":
+            wide = self.builder.zext(value, INTS)
+            return self.builder.bitcast(self.builder.shl(wide, ir.Constant(INTS, [16] * LANES)), FLOATS)
+        return self.builder.sitofp(self.builder.sext(value, INTS), FLOATS) if stored == "int8" else value
+
+    def exp(self, x: Value) -> Value:
+        """E to the power of each lane, within two units in the last place; held at the ends of float32's range."""
+        low, high = map(self.splat, EXP_RANGE)
+        x = self.maximum(x, low)
+        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
+        shifted = self.multiply_add(x, self.splat(1 / math.log(2)), self.splat(ROUND))
+        twos = self.builder.fsub(shifted, self.splat(ROUND))
+        rest = self.multiply_add(twos, self.splat(-LN2_HIGH), x)
+        rest = self.multiply_add(twos, self.splat(-LN2_LOW), rest)
+        series = self.splat(EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
+            series = self.multiply_add(series, rest, self.splat(coefficient))
+        series = self.multiply_add(series, self.builder.fmul(rest, rest), rest)
+        series = self.builder.fadd(series, self.splat(1.0))
+        exponent = self.builder.add(self.builder.fptosi(twos, INTS), ir.Constant(INTS, [127] * LANES))
+        power = self.builder.bitcast(self.builder.shl(exponent, ir.Constant(INTS, [23] * LANES)), FLOATS)
+        return self.builder.fmul(series, power)
+
+    def fold(self, vectors: Sequence[Value], combine: Any) -> Value:
+        """Bring each vector's lanes down to one, by halves: i with i + 8, then + 4, + 2, + 1; `[len(vectors)]`.
+
+        Two vectors share the work of one wherever they can; which lanes meet does not depend on it. The number of
+        vectors is a power of two.
+        """
+        width = LANES
+        while width > 1:
+            width //= 2
+            if len(vectors) > 1:
+                pairs = zip(vectors[::2], vectors[1::2], strict=True)
+                vectors = [combine(*self._halves(a, b, width)) for a, b in pairs]
+            else:
+                vectors = [combine(*self._halves(vectors[0], None, width))]
+        return vectors[0]
+
+    def total(self, vectors: Sequence[Value]) -> Value:
+        """The sums of the lanes of each vector."""
+        return self.fold(vectors, self.builder.fadd)
+
+    def _halves(self, a: Value, b: Value | None, width: int) -> tuple[Value, Value]:
+        """The first and the second halves of every run of 2 * width lanes of a, and then of b."""
+        count = a.type.count
+        starts = range(0, count if b is None else 2 * count, 2 * width)
+        halves = ([start + half + lane for start in starts for lane in range(width)] for half in (0, width))
+        other = a if b is None else b
+        shuffled = (self.builder.shuffle_vector(a, other, _lanes(places)) for places in halves)
+        first, second = shuffled
+        return first, second
+
+    def _intrinsic(self, name: str, returns: Any, arguments: Sequence[Any]) -> Any:
+        kind = ir.FunctionType(returns, arguments)
+        return cgutils.get_or_insert_function(self.builder.module, kind, name)
+
+
+def _lanes(places: Sequence[int]) -> Value:
+    return ir.Constant(ir.VectorType(I32, len(places)), list(places))

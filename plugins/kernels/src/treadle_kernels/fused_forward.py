@@ -1,0 +1,212 @@
+"""The fused forward pass: which decoders it fits, and what the compiled step is given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+from treadle_plugin_api.backend import Array, Batch, CacheView
+from treadle_plugin_api.decoder_config import DecoderConfig
+from treadle_server.model.prepared import Layer, Linear, Mlp, PreparedDecoder
+
+from treadle_kernels.chunks import MAX_CHUNKS
+from treadle_kernels.products import BLOCK_ROWS
+from treadle_kernels.step import OPERATIONS_A_LAYER, QUERY_ROWS, Model, Room, Tokens, step
+from treadle_kernels.stored import GROUP_SHIFT, StoredMatrix, address_of
+from treadle_kernels.team import Team, Work
+
+Integers = NDArray[np.int64]
+
+# Rows of weights in a chunk. A chunk of one row of x takes some microseconds: long beside what taking one costs, short
+# beside an operation, at whose end threads wait for each other.
+OUT_ROWS, UP_ROWS = 16, 32
+NO_WINDOW = 1 << 40
+
+
+def fits(prepared: PreparedDecoder) -> bool:
+    """Whether a decoder is of the common kind.
+
+    That is: RMS norms before each sublayer, rotary positions in halves or none, plain scores with a window or without,
+    silu with a gate, residuals one after the other, all matrices stored alike.
+    """
+    return _plain(prepared.config) and len({one.stored for one in _matrices(prepared)}) == 1
+
+
+def _plain(config: DecoderConfig) -> bool:
+    return (
+        (config.norm.kind, config.norm.place, config.norm.scale, config.norm.bias) == ("rms", "pre", True, False)
+        and (config.residual, config.residual_scale, config.residual_from_norm) == ("serial", 1.0, False)
+        and (config.mlp.gated, config.mlp.activation, config.moe) == (True, "silu", None)
+        and _attends_plainly(config)
+    )
+
+
+def _attends_plainly(config: DecoderConfig) -> bool:
+    attention, positions = config.attention, config.positions
+    rotaries = [positions.rotary_of(layer) for layer in range(config.num_layers)]
+    return (
+        (attention.qk_norm, attention.softcap, attention.clip_qkv) == ("none", None, None)
+        and attention.scale > 0
+        and positions.kind in ("rotary", "none")
+        and not any(rotary.interleaved for rotary in rotaries if rotary is not None)
+        and len({rotary.dim for rotary in rotaries if rotary is not None}) <= 1
+    )
+
+
+def _matrices(prepared: PreparedDecoder) -> list[StoredMatrix]:
+    mlps = [layer.mlp for layer in prepared.layers if isinstance(layer.mlp, Mlp)]
+    linears = [layer.qkv for layer in prepared.layers] + [layer.out for layer in prepared.layers]
+    linears += [mlp.up for mlp in mlps] + [mlp.down for mlp in mlps]
+    return [linear.weight for linear in linears if isinstance(linear.weight, StoredMatrix)]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedDecoder:
+    """The addresses of a prepared decoder's parameters; valid as long as that one lives."""
+
+    config: DecoderConfig
+    model: Model
+
+    @classmethod
+    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, int]) -> FusedDecoder | None:
+        """Lay out a decoder, given the kernels' addresses by stored format; None where the step does not fit it."""
+        if not fits(prepared):
+            return None
+        config, stored = prepared.config, _matrices(prepared)[0].stored
+        attention = config.attention
+        model = Model(
+            kernel=kernels[stored],
+            f32=kernels["float32"],
+            item_bytes=np.dtype(stored).itemsize,
+            group_shift=GROUP_SHIFT,
+            layers=np.array([_layer_row(layer) for layer in prepared.layers], np.int64),
+            scales=np.array([layer.scoring.scale for layer in prepared.layers], np.float32),
+            eps=np.float32(config.norm.eps),
+            heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            half=prepared.rotaries[0].dim // 2 if prepared.rotaries else 0,
+            out_rows=OUT_ROWS,
+            up_rows=UP_ROWS,
+        )
+        return cls(config, model)
+
+    def forward(
+        self, team: Team, owner: object, batch: Batch, caches: Sequence[CacheView], x: Array,
+        tables: Sequence[tuple[Array, Array]],
+    ) -> None:  # fmt: skip
+        """Take x `[tokens, dim]` through every layer, in place, and store keys and values; owner holds the weights."""
+        rows = _rows(batch)
+        self._check(len(x))
+        found = [_find_cache(cache, len(self.model.layers)) for cache in caches]
+        sequences, kept = np.array([row for row, _ in found], np.int64), [owner, *(arrays for _, arrays in found)]
+        tokens = Tokens(rows, sequences, _query_blocks(rows), _angles(tables, len(x), self.model.half))
+        self._take(team, tokens, x, kept)
+
+    def _check(self, num_rows: int) -> None:
+        """Raise ValueError for more rows than an operation has chunks for; that is some ten thousands."""
+        model, config = self.model, self.config
+        pieces = max(model.heads + 2 * model.kv_heads, config.mlp.hidden_dim // UP_ROWS, config.dim // OUT_ROWS) + 1
+        if max(pieces * (num_rows // BLOCK_ROWS + 1), num_rows * model.kv_heads) > MAX_CHUNKS:
+            raise ValueError(f"a pass of {num_rows} tokens is too long for the compiled step: give it in pieces")
+
+    def _take(self, team: Team, tokens: Tokens, x: Array, kept: list[object]) -> None:
+        """Take the rows through every layer."""
+        model, config, num_rows = self.model, self.config, len(x)
+        q, heads = np.empty((2, num_rows, model.heads * model.head_dim), np.float32)
+        room = Room(x, q, heads, np.empty((num_rows, config.mlp.hidden_dim), np.float32))
+        size = _scratch_size(config, int(tokens.rows[:, 1].max()) + 1)
+        scratch = np.empty((team.num_threads, size), np.float32)
+
+        def make(first: int) -> Work:
+            # A late thread still reads weights and caches: they live as long as what it was given to do.
+            return Work(lambda thread: step(model, tokens, room, team.control, first, scratch[thread]), kept)
+
+        team.run(OPERATIONS_A_LAYER * config.num_layers, make)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDecoder(PreparedDecoder):
+    """A prepared decoder, laid out for the compiled step where that fits it."""
+
+    fused: FusedDecoder | None = None
+
+    @classmethod
+    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, int]) -> KernelDecoder:
+        """Lay a decoder out."""
+        values = {one.name: getattr(prepared, one.name) for one in fields(PreparedDecoder)}
+        return cls(**values, fused=FusedDecoder.of(prepared, kernels))
+
+
+def _layer_row(layer: Layer) -> list[int]:
+    """Return the columns of `step.Model.layers`."""
+    if not isinstance(layer.mlp, Mlp):
+        raise TypeError("a layer with experts has no place in the compiled step")
+    first, second = (_address(None if norm is None else norm.weight) for norm in (layer.attention_norm, layer.mlp_norm))
+    projections, (out, down) = _parts(layer.qkv), (_parts(layer.out), _parts(layer.mlp.down))
+    ups = _parts(layer.mlp.up)
+    window = layer.scoring.window or NO_WINDOW
+    rotary = -1 if layer.rotary_id is None else layer.rotary_id
+    return [first, *projections, *out, second, *ups, *down, window, rotary]
+
+
+def _parts(linear: Linear) -> list[int]:
+    """Return the addresses of the matrices that lie in one linear: of each its numbers, scales and bias."""
+    matrix = linear.weight
+    if not isinstance(matrix, StoredMatrix):
+        raise TypeError(f"a matrix is {type(matrix).__name__}, not as this backend reads them")
+    parts = []
+    for start, _, numbers, _, scales, _ in matrix.segments.tolist():
+        parts += [numbers, scales, 0 if linear.bias is None else address_of(linear.bias) + 4 * start]
+    return parts
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else address_of(array)
+
+
+def _rows(batch: Batch) -> Integers:
+    """Return each new token's sequence and position, `[tokens, 2]`."""
+    counts = np.diff(batch.starts)
+    return np.stack([np.repeat(np.arange(len(counts)), counts), batch.positions()], axis=1)
+
+
+def _angles(tables: Sequence[tuple[Array, Array]], num_rows: int, half: int) -> NDArray[np.float32]:
+    """Return cosines and sines of each rotary, `[2 * rotaries, rows, half]`."""
+    angles = np.empty((2 * len(tables), num_rows, half), np.float32)
+    for number, (cos, signed_sin) in enumerate(tables):
+        angles[2 * number], angles[2 * number + 1] = cos[:, 0, 0], signed_sin[:, 0, 1]
+    return angles
+
+
+def _scratch_size(config: DecoderConfig, length: int) -> int:
+    """Return the floats that a thread needs beside the shared arrays."""
+    attention = config.attention
+    product = BLOCK_ROWS * (config.dim + max(attention.head_dim, 2 * UP_ROWS, OUT_ROWS))
+    return max(product, QUERY_ROWS * attention.group_size * (2 * attention.head_dim + length))
+
+
+def _query_blocks(rows: Integers) -> Integers:
+    """Return first row and row behind the last of each run of QUERY_ROWS rows of one sequence, `[blocks, 2]`."""
+    bounds = np.flatnonzero(np.diff(rows[:, 0], prepend=-1, append=-1)).tolist()
+    blocks = [
+        (start, min(start + QUERY_ROWS, stop))
+        for first, stop in itertools.pairwise(bounds)
+        for start in range(first, stop, QUERY_ROWS)
+    ]
+    return np.array(blocks, np.int64)
+
+
+def _find_cache(cache: CacheView, num_layers: int) -> tuple[list[int], object]:
+    """Return where a cache's keys and values lie, the columns of `step.Tokens.sequences`, and what keeps them there."""
+    keys, values = cache.layer(0)
+    start, stride = address_of(keys), 0
+    if num_layers > 1:
+        stride = address_of(cache.layer(1)[0]) - start
+        last = address_of(cache.layer(num_layers - 1)[0])
+        if last - start != stride * (num_layers - 1):
+            raise ValueError("the layers of a cache must lie at equal distances")
+    return [start, address_of(values), stride, keys.strides[0]], (keys, values)

@@ -1,0 +1,315 @@
+"""All layers of a forward pass in one call, for decoders of the common kind; see `fused_forward.fits`.
+
+A layer is five operations (see `chunks`): queries, keys and values with their rotation; attention; the output
+projection; the gated feed-forward's hidden layer; its way back. What stands between them, norms above all, every thread
+works out for itself, so that an operation's end is the only thing to wait for.
+
+Shapes: rows are new tokens. The arrays of `Room` are shared between threads, `scratch` is a thread's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, njit
+
+from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
+from treadle_kernels.compiled import entry_point
+from treadle_kernels.memory import pointer
+from treadle_kernels.products import BLOCK_ROWS, multiply_by
+from treadle_kernels.tiles import mix_strip, silu_gate, softmax_row
+
+# Query rows that attend in one chunk.
+QUERY_ROWS = 8
+OPERATIONS_A_LAYER = 5
+
+# Columns of `Model.layers`: addresses of the layer's parameters, 0 where there is none, and two numbers.
+(NORM_1, QUERY, KEY, VALUE, OUT, NORM_2, GATE, UP, DOWN, WINDOW, ROTARY) = (0, 1, 4, 7, 10, 13, 14, 17, 20, 23, 24)
+# A matrix has three: its numbers, the scales of int8, the bias.
+SCALES, BIAS, MATRIX = 1, 2, 3
+# Columns of `Tokens.sequences`: addresses of keys and values; how many bytes on the next layer is, and the next head.
+KEYS, VALUES, LAYER_STRIDE, HEAD_STRIDE = range(4)
+
+
+class Model(NamedTuple):
+    """A decoder. Integers are int64.
+
+    Attributes:
+        kernel: address of the product kernel for the format that matrices are stored in, of which a number takes
+            item_bytes and 2^group_shift numbers share a scale, if they have one; f32: address of that for float32.
+        layers: `[layers, 25]`, columns as above.
+        scales: `[layers] float32`, what attention's scores are multiplied by.
+        half: pairs of a head that turn.
+        out_rows: rows of weights in a chunk of a product that is added to the residual stream; up_rows: in one of the
+            hidden layer.
+    """
+
+    kernel: Any
+    f32: Any
+    item_bytes: Any
+    group_shift: Any
+    layers: Any
+    scales: Any
+    eps: Any
+    heads: Any
+    kv_heads: Any
+    head_dim: Any
+    half: Any
+    out_rows: Any
+    up_rows: Any
+
+
+class Tokens(NamedTuple):
+    """The rows of a pass.
+
+    Attributes:
+        rows: `[rows, 2] int64`, sequence and position.
+        sequences: `[sequences, 4] int64`, columns as above.
+        blocks: `[blocks, 2] int64`, first row and row behind the last of those that attend in one chunk.
+        tables: `[2 * rotaries, rows, half] float32`, cosines and sines.
+    """
+
+    rows: Any
+    sequences: Any
+    blocks: Any
+    tables: Any
+
+
+class Room(NamedTuple):
+    """What all threads read and commit to: x `[rows, dim]`, the residual stream, and others `[rows, width]`."""
+
+    x: Any
+    q: Any
+    heads: Any
+    hidden: Any
+
+
+@njit(nogil=True)
+def _address(array):
+    return np.int64(array.ctypes.data)
+
+
+@njit(nogil=True)
+def _floats(address, count):
+    return carray(pointer(np.int64(address)), (count,), np.float32)
+
+
+@njit(nogil=True)
+def _product(kernel, weight, stride, count, x, num_x, k, out):
+    """Fill `[num_x, count]` at out with `[num_x, k]` at x times `count` rows of weights, turned; both lie close."""
+    multiply_by(kernel, (weight, stride, count, 0, 0, 0, x, 4 * k, num_x, k, out, 4 * count))
+
+
+@njit(nogil=True)
+def _stored_product(model, layer, matrix, row, count, x, num_x, k, out):
+    """Fill `[num_x, count]` at out with `[num_x, k]` at x times rows of a layer's matrix, turned, plus its bias."""
+    shift, stride = model.group_shift, k * model.item_bytes
+    scale_stride = 4 * ((k + (1 << shift) - 1) >> shift)
+    weight, scales = layer[matrix] + row * stride, layer[matrix + SCALES] + row * scale_stride
+    multiply_by(model.kernel, (weight, stride, count, scales, scale_stride, shift, x, 4 * k, num_x, k, out, 4 * count))
+    if layer[matrix + BIAS] != 0:
+        made = carray(pointer(np.int64(out)), (num_x, count), np.float32)
+        made += _floats(layer[matrix + BIAS] + 4 * row, count)
+
+
+@njit(nogil=True)
+def _num_chunks(num_rows, pieces):
+    return pieces * ((num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS)
+
+
+@njit(nogil=True)
+def _norm(f32, x, weight, eps, out):
+    """Fill out `[rows, dim]` with x / sqrt(mean(x^2) + eps) * weight."""
+    rows, dim = x.shape
+    square, scale = np.empty(1, np.float32), _floats(weight, dim)
+    for row in range(rows):
+        _product(f32, _address(x[row]), 0, 1, _address(x[row]), 1, dim, _address(square))
+        factor = np.float32(1.0) / np.sqrt(square[0] / np.float32(dim) + eps)
+        for column in range(dim):
+            out[row, column] = x[row, column] * factor * scale[column]
+
+
+@njit(nogil=True)
+def _turn(made, cos, sin, half):
+    """Turn made `[rows, head_dim]`, halves against each other, by cos and sin `[rows, half]`, in place."""
+    for row in range(len(made)):
+        for i in range(half):
+            a, b = made[row, i], made[row, half + i]
+            made[row, i] = a * cos[row, i] - b * sin[row, i]
+            made[row, half + i] = b * cos[row, i] + a * sin[row, i]
+
+
+@njit(nogil=True)
+def _cached(sequence, index, which, head):
+    """Return the address of a layer's keys or values of one head."""
+    return sequence[which] + index * sequence[LAYER_STRIDE] + head * sequence[HEAD_STRIDE]
+
+
+@njit(nogil=True)
+def _which_head(model, head):
+    """Return what the head of a fused projection is, QUERY, KEY or VALUE, and its number among those."""
+    if head < model.heads:
+        return QUERY, head
+    if head < model.heads + model.kv_heads:
+        return KEY, head - model.heads
+    return VALUE, head - model.heads - model.kv_heads
+
+
+@njit(nogil=True)
+def _store_head(model, tokens, room, index, kind, number, start, made):
+    """Write made `[rows, head_dim]` to the queries, or to the caches of its rows' sequences."""
+    if kind == QUERY:
+        room.q[start : start + len(made), number * model.head_dim : (number + 1) * model.head_dim] = made
+        return
+    for row in range(len(made)):
+        sequence, position = tokens.rows[start + row, 0], tokens.rows[start + row, 1]
+        base = _cached(tokens.sequences[sequence], index, KEYS if kind == KEY else VALUES, number)
+        _floats(base + 4 * position * model.head_dim, model.head_dim)[:] = made[row]
+
+
+@njit(nogil=True)
+def _project_heads(model, tokens, room, index, control, operation, scratch):
+    """A chunk is one head, of queries, keys or values, for a block of rows; keys and values go to their caches."""
+    (num_rows, dim), head_dim, layer = room.x.shape, model.head_dim, model.layers[index]
+    normed, made = scratch[: BLOCK_ROWS * dim].reshape(BLOCK_ROWS, dim), scratch[BLOCK_ROWS * dim :]
+    pieces, current = model.heads + 2 * model.kv_heads, -1
+    while True:
+        chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
+        if chunk < 0:
+            return
+        start = (chunk // pieces) * BLOCK_ROWS
+        stop = min(start + BLOCK_ROWS, num_rows)
+        if start != current:
+            _norm(model.f32, room.x[start:stop], layer[NORM_1], model.eps, normed)
+            current = start
+        kind, number = _which_head(model, chunk % pieces)
+        first, source = number * head_dim, _address(normed)
+        _stored_product(model, layer, kind, first, head_dim, source, stop - start, dim, _address(made))
+        result = made[: (stop - start) * head_dim].reshape(stop - start, head_dim)
+        if kind != VALUE and layer[ROTARY] >= 0:
+            cos, sin = tokens.tables[2 * layer[ROTARY], start:stop], tokens.tables[2 * layer[ROTARY] + 1, start:stop]
+            _turn(result, cos, sin, model.half)
+        if begin_commit(control, operation, chunk):
+            _store_head(model, tokens, room, index, kind, number, start, result)
+            end_commit(control, operation, chunk)
+
+
+@njit(nogil=True)
+def _mix(weights, weight_stride, num_rows, values, count, dim, out):
+    """Fill `[num_rows, dim]` at out with weights `[num_rows, count]` @ values `[count, dim]`."""
+    while num_rows >= 4:
+        mix_strip(4, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+        num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 16 * dim
+    if num_rows == 3:
+        mix_strip(3, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+    elif num_rows == 2:
+        mix_strip(2, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+    elif num_rows == 1:
+        mix_strip(1, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+
+
+@njit(nogil=True)
+def _attend_rows(model, positions, window, scale, keys, values, queries, made, scores):
+    """Fill made with what query rows of one sequence, at ascending positions, see in one key head's keys and values.
+
+    queries and made are `[rows, group, head_dim]`; scores is room for `[rows, group, seen]`.
+    """
+    num_rows, head_dim, group = len(positions), model.head_dim, model.heads // model.kv_heads
+    first = max(0, positions[0] - window + 1)
+    seen = positions[num_rows - 1] + 1 - first
+    row_bytes = 4 * head_dim
+    _product(model.f32, keys + first * row_bytes, row_bytes, seen, queries, num_rows * group, head_dim, scores)
+    for row in range(num_rows):
+        own = max(0, positions[row] - window + 1)
+        count, at = positions[row] + 1 - own, scores + 4 * (row * group * seen + own - first)
+        for member in range(group):
+            softmax_row(at + 4 * member * seen, count, scale)
+        _mix(at, 4 * seen, group, values + own * row_bytes, count, head_dim, made + row * group * row_bytes)
+
+
+@njit(nogil=True)
+def _attend(model, tokens, room, index, control, operation, scratch):
+    """A chunk is a block of query rows of one sequence and the heads that share a key head.
+
+    A row's scores with all keys that it sees are there at once; those of no more than QUERY_ROWS rows of a head are.
+    """
+    width = (model.heads // model.kv_heads) * model.head_dim
+    queries, made = scratch[: QUERY_ROWS * width], scratch[QUERY_ROWS * width : 2 * QUERY_ROWS * width]
+    scores, window = _address(scratch[2 * QUERY_ROWS * width :]), model.layers[index, WINDOW]
+    while True:
+        chunk = take_chunk(control, operation, len(tokens.blocks) * model.kv_heads)
+        if chunk < 0:
+            return
+        block, kv_head = tokens.blocks[chunk // model.kv_heads], chunk % model.kv_heads
+        start, stop, first = block[0], block[1], kv_head * width
+        sequence = tokens.sequences[tokens.rows[block[0], 0]]
+        keys, values = _cached(sequence, index, KEYS, kv_head), _cached(sequence, index, VALUES, kv_head)
+        for row in range(stop - start):
+            queries[row * width : (row + 1) * width] = room.q[start + row, first : first + width]
+        positions = tokens.rows[start:stop, 1]
+        _attend_rows(
+            model, positions, window, model.scales[index], keys, values, _address(queries), _address(made), scores
+        )
+        if begin_commit(control, operation, chunk):
+            for row in range(stop - start):
+                room.heads[start + row, first : first + width] = made[row * width : (row + 1) * width]
+            end_commit(control, operation, chunk)
+
+
+@njit(nogil=True)
+def _add_product(model, index, matrix, source, x, control, operation, scratch):
+    """Add source `[rows, k]` times a matrix `[dim, k]` of a layer, turned, to x `[rows, dim]`."""
+    (num_rows, k), dim, piece_rows = source.shape, x.shape[1], model.out_rows
+    pieces, layer = (dim + piece_rows - 1) // piece_rows, model.layers[index]
+    while True:
+        chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
+        if chunk < 0:
+            return
+        start, column = (chunk // pieces) * BLOCK_ROWS, (chunk % pieces) * piece_rows
+        num_x, count = min(BLOCK_ROWS, num_rows - start), min(piece_rows, dim - column)
+        _stored_product(model, layer, matrix, column, count, _address(source[start]), num_x, k, _address(scratch))
+        made = scratch[: num_x * count].reshape(num_x, count)
+        if begin_commit(control, operation, chunk):
+            x[start : start + num_x, column : column + count] += made
+            end_commit(control, operation, chunk)
+
+
+@njit(nogil=True)
+def _expand(model, room, index, control, operation, scratch):
+    """Fill hidden with silu(gate) * up of the normalised residual stream."""
+    (num_rows, dim), hidden_dim, piece_rows = room.x.shape, room.hidden.shape[1], model.up_rows
+    normed, rest = scratch[: BLOCK_ROWS * dim].reshape(BLOCK_ROWS, dim), scratch[BLOCK_ROWS * dim :]
+    pair, layer = rest[: 2 * BLOCK_ROWS * piece_rows].reshape(2, BLOCK_ROWS * piece_rows), model.layers[index]
+    pieces, current = (hidden_dim + piece_rows - 1) // piece_rows, -1
+    while True:
+        chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
+        if chunk < 0:
+            return
+        start, column = (chunk // pieces) * BLOCK_ROWS, (chunk % pieces) * piece_rows
+        num_x, count = min(BLOCK_ROWS, num_rows - start), min(piece_rows, hidden_dim - column)
+        if start != current:
+            _norm(model.f32, room.x[start : start + num_x], layer[NORM_2], model.eps, normed)
+            current = start
+        for half in range(2):
+            made = _address(pair[half])
+            _stored_product(model, layer, GATE + half * MATRIX, column, count, _address(normed), num_x, dim, made)
+        silu_gate(_address(pair[0]), _address(pair[1]), num_x * count, _address(pair[0]))
+        if begin_commit(control, operation, chunk):
+            room.hidden[start : start + num_x, column : column + count] = pair[0, : num_x * count].reshape(num_x, count)
+            end_commit(control, operation, chunk)
+
+
+@entry_point
+def step(model, tokens, room, control, operation, scratch):
+    """Take the residual stream through every layer, in place. All threads call it at once.
+
+    operation: the number of the first operation.
+    """
+    for index in range(len(model.layers)):
+        _project_heads(model, tokens, room, index, control, operation, scratch)
+        _attend(model, tokens, room, index, control, operation + 1, scratch)
+        _add_product(model, index, OUT, room.heads, room.x, control, operation + 2, scratch)
+        _expand(model, room, index, control, operation + 3, scratch)
+        _add_product(model, index, DOWN, room.hidden, room.x, control, operation + 4, scratch)
+        operation += OPERATIONS_A_LAYER

@@ -1,0 +1,104 @@
+"""Compiling ahead: everything, once, in a process of its own, whose results are compared with NumPy's.
+
+So no thread that serves waits for a compiler, and a fault of compiled code on some machine ends that process and no
+server.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from treadle_plugin_api.backend import Array, Batch
+from treadle_plugin_api.decoder_config import (
+    AttentionConfig,
+    DecoderConfig,
+    MlpConfig,
+    NormConfig,
+    PositionsConfig,
+    RotaryConfig,
+)
+
+from treadle_kernels.compiled import cache_folder
+from treadle_kernels.stored import GROUP_SHIFT, quantised
+
+_LOG = logging.getLogger(__name__)
+
+TIMEOUT_S = 600
+TOLERANCE = 1e-3  # of logits of about 1: a wrong kernel is off by as much as they are
+
+# Sizes that no vector divides.
+SMALL = DecoderConfig(
+    model_type="llama",
+    vocab_size=131,
+    dim=42,
+    num_layers=2,
+    context_length=64,
+    norm=NormConfig(kind="rms", eps=1e-5),
+    positions=PositionsConfig(kind="rotary", rotary=RotaryConfig()),
+    attention=AttentionConfig(num_heads=6, num_kv_heads=2, head_dim=10, scale=10**-0.5),
+    mlp=MlpConfig(hidden_dim=51, activation="silu", gated=True),
+)
+
+
+def ensure_compiled() -> None:
+    """Return once the cache has every kernel; the first time on a machine that takes a while, and a log line says so.
+
+    Raises RuntimeError, with what the process wrote last, if it fails.
+    """
+    marker = cache_folder() / "checked"
+    if marker.exists():
+        return
+    _LOG.warning("compiling kernels for this machine, once; they are kept in %s", marker.parent)
+    start = time.monotonic()
+    command = [sys.executable, "-m", "treadle_kernels.warm_up"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"compiling kernels took longer than {TIMEOUT_S} s") from error
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        raise RuntimeError(f"compiling kernels failed with status {done.returncode}: {last}")
+    _LOG.warning("compiled kernels in %.0f s", time.monotonic() - start)
+
+
+def check_kernels() -> None:
+    """Run a small model of each format and compare it with NumPy's; this is what compiles."""
+    import ml_dtypes
+    from treadle_server.model.decoder import Decoder
+    from treadle_server.model.params import Params, random_arrays
+
+    from treadle_kernels.backend import KernelBackend
+
+    for dtype, quantise in ((np.float32, False), (ml_dtypes.bfloat16, False), (np.float32, True)):
+        backend = KernelBackend(num_threads=1, quantise=quantise)
+        arrays = random_arrays(SMALL, seed=0, scale=0.2)
+        if quantise:
+            arrays = {name: _rounded(array) if array.ndim == 2 else array for name, array in arrays.items()}
+        params = Params.from_arrays({name: array.astype(dtype) for name, array in arrays.items()})
+        decoders = (Decoder(SMALL, params, backend=backend), Decoder(SMALL, params))
+        batch = Batch.of([np.arange(19), np.arange(20, 23)])
+        logits = [decoder.head(decoder.forward(batch)) for decoder in decoders]
+        error = float(np.abs(logits[0] - logits[1]).max())
+        if not error < TOLERANCE:
+            raise RuntimeError(f"compiled kernels are off by {error} for weights in {np.dtype(dtype).name}")
+
+
+def _rounded(matrix: Array) -> Array:
+    numbers, scales = quantised(matrix)
+    return numbers * np.repeat(scales, 1 << GROUP_SHIFT, axis=1)[:, : matrix.shape[1]]
+
+
+def main(folder: Path) -> None:
+    """Compile, compare, and mark the cache as complete."""
+    check_kernels()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "checked").touch()
+
+
+if __name__ == "__main__":
+    main(cache_folder())
