@@ -107,7 +107,7 @@ def test_wrong_options_are_named(treadle: Run, target: str, options: list[str], 
     ("options", "words"),
     [
         (["-m", "nope"], ["nope"]),
-        (["--target", "127.0.0.1:1"], ["127.0.0.1:1", "not available", "start one with `treadle serve MODEL`"]),
+        (["--target", "127.0.0.1:1"], ["no server answers at 127.0.0.1:1 (connection refused)", "start one with `treadle serve MODEL`"]),
         (["-m", "{tiny}", "--no-plugin", "nope"], ["nope", "samplers"]),
         (["--dtype", "int8"], ["dtype", "int8"]),
     ],

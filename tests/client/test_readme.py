@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import treadle_client
-from treadle_client import Client
 from treadle_server.config import ServerConfig
 from treadle_server.language_model.presets import PRESETS
 from treadle_server.service.embedded import embedded_server
@@ -29,12 +28,13 @@ def real_target(tiny_folder: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_each_example_runs(real_target: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """An example works as printed but for the address; one without a client of its own gets `client`."""
-    with Client(real_target) as client:
-        exec(example.replace("127.0.0.1:7433", real_target), {"client": client})
-    assert capsys.readouterr().out or "print" not in example
+def test_the_examples_run_in_order(real_target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pasted one after the other they work as printed but for the address, with the names of those before."""
+    names: dict[str, Any] = {}
+    for example in EXAMPLES:
+        exec(example.replace("127.0.0.1:7433", real_target), names)
+        assert capsys.readouterr().out or "print" not in example
+    names["client"].close()
 
 
 def test_the_readme_has_the_examples() -> None:

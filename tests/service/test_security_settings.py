@@ -64,6 +64,13 @@ def security(files: dict[str, Path], **settings: Any) -> ServerSecurity:
     return ServerSecurity(SecurityConfig(**given))
 
 
+def entered(made: ServerSecurity, method: str, context: Any) -> str:
+    """The name of who may call a method."""
+    caller = made.identify(context)
+    made.authorise(method, caller)
+    return caller.name
+
+
 TLS = {"tls_certificate": "certificate", "tls_key": "key"}
 
 
@@ -72,7 +79,7 @@ def test_loopback_needs_nothing(files: dict[str, Path], host: str) -> None:
     """On loopback a server starts without TLS, and everyone on the machine may do everything."""
     assert is_loopback(host)
     made = security(files, host=host)
-    assert made.authorise(LOAD, Context()).name == "192.0.2.7"
+    assert entered(made, LOAD, Context()) == "192.0.2.7"
 
 
 @pytest.mark.parametrize("host", [OTHERS, "::", "192.0.2.1", "example.org", "", "127.1", "localhost.example.org", "*"])
@@ -89,25 +96,25 @@ def test_other_addresses_need_tls_or_a_word(files: dict[str, Path], host: str, t
 def test_without_tokens_others_are_no_administrators(files: dict[str, Path], settings: dict[str, Any]) -> None:
     """Beyond the machine and without tokens or mutual TLS anyone may generate and nobody may load."""
     made = security(files, host=OTHERS, **settings)
-    made.authorise(LIST, Context())
+    entered(made, LIST, Context())
     with pytest.raises(AccessDeniedError, match=r"needs the role admin.*--token-file"):
-        made.authorise(LOAD, Context())
+        entered(made, LOAD, Context())
 
 
 def test_mutual_tls_is_trusted(files: dict[str, Path]) -> None:
     """Whoever has a certificate of the clients' authority may do everything, under the name in it."""
     made = security(files, host=OTHERS, **TLS, tls_client_ca="ca")
-    assert made.authorise(LOAD, Context(subject=b"CN=bob")).name == "CN=bob"
+    assert entered(made, LOAD, Context(subject=b"CN=bob")) == "CN=bob"
 
 
 def test_tokens_decide_beside_mutual_tls(files: dict[str, Path]) -> None:
     """With both, a certificate alone is not enough, and the token says the role."""
     made = security(files, host=OTHERS, **TLS, tls_client_ca="ca", token_file="tokens")
     with pytest.raises(UnauthenticatedError):
-        made.authorise(LIST, Context(subject=b"CN=bob"))
+        entered(made, LIST, Context(subject=b"CN=bob"))
     with pytest.raises(AccessDeniedError, match="bob has the role user"):
-        made.authorise(LOAD, Context("Bearer fedcba9876543210", subject=b"CN=bob"))
-    assert made.authorise(LOAD, Context("Bearer 0123456789abcdef")).name == "alice"
+        entered(made, LOAD, Context("Bearer fedcba9876543210", subject=b"CN=bob"))
+    assert entered(made, LOAD, Context("Bearer 0123456789abcdef")) == "alice"
 
 
 @pytest.mark.parametrize(

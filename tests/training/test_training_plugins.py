@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -375,3 +377,19 @@ def test_the_readme_loss_works(golden: Path, tmp_path: Path) -> None:
     before = one.forward_backward(IDS, loss="focal", gamma=1.0).loss
     one.optim_step(lr=1e-3)
     assert one.compute_loss(IDS, loss="focal", gamma=1.0).loss < before
+
+
+def test_the_readme_says_how_to_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the loss and its use in one's own process, beside a folder `stages` that holds the plugin."""
+    listings = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "stages").mkdir()
+    marks = {"stages/focal.py": "treadle_register_losses", "test_focal.py": "import FOCAL", "use.py": "Trainer.load"}
+    for name, mark in marks.items():
+        (listing,) = (text for text in listings if mark in text)
+        (tmp_path / name).write_text(listing, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "stages")
+    for command in (["-m", "pytest", "test_focal.py"], ["use.py"]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert float(done.stdout) > 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import treadle_server.service
 
 PAGE = Path(treadle_server.service.__file__).with_name("README.md")
@@ -40,15 +43,28 @@ def shell(script: str, folder: Path) -> str:
 
 
 @contextmanager
-def serving(mark: str, folder: Path) -> Iterator[str]:
-    """Run the page's `treadle serve` that holds `mark`; lend localhost and its port."""
-    command = [*block("bash", mark).replace(" --host 0.0.0.0", "").split(), "--port", "0", "--json"]
+def started(mark: str, folder: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """Run the page's `treadle serve` that holds `mark`; lend what it announces."""
+    command = [*block("bash", mark).replace(" --host 0.0.0.0", "").split(), *options, "--port", "0", "--json"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             assert process.stdout is not None
-            yield f"localhost:{json.loads(process.stdout.readline())['port']}"
+            yield json.loads(process.stdout.readline())
         finally:
             process.kill()
+
+
+@contextmanager
+def serving(mark: str, folder: Path) -> Iterator[str]:
+    """The same; lend localhost and its port."""
+    with started(mark, folder) as told:
+        yield f"localhost:{told['port']}"
+
+
+def scraped(mark: str, folder: Path, metrics: str) -> str:
+    """Run the page's `curl` that holds `mark` against these metrics, and return what it prints."""
+    port = metrics.removesuffix("/metrics").rpartition(":")[2]
+    return shell(block("bash", mark).replace("9464", port), folder)
 
 
 def test_tls_and_tokens_as_the_page_says(tmp_path: Path) -> None:
@@ -80,3 +96,25 @@ def test_mutual_tls_as_the_page_says(tmp_path: Path) -> None:
     with serving("--tls-client-ca", tmp_path) as target:
         generate = block("bash", "--tls-cert alice.pem").replace("localhost:7433", target)
         assert shell(generate, tmp_path).strip()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands need curl")
+def test_metrics_as_the_page_says(tmp_path: Path) -> None:
+    """Both `curl` lines bring the metrics, the second over TLS with a token, which is needed."""
+    shell(f"{block('bash', 'umask 077')}\n{block('bash', 'keyout server.key')}", tmp_path)
+    with started("--log-format json", tmp_path, "--metrics-port", "0") as told:
+        assert "treadle_build" in scraped("curl http:", tmp_path, told["metrics"])
+    with started("--token-file tokens", tmp_path, "--metrics-port", "0") as told:
+        assert "treadle_build" in scraped("curl --cacert", tmp_path, told["metrics"])
+
+
+def test_changes_while_serving_as_the_page_says(tmp_path: Path) -> None:
+    """A model by name and one by folder, an adapter and new weights reach the server, which lists what is left."""
+    (tmp_path / "tales.txt").write_text("The cat sat on the mat.\n\nThe mouse ran.\n", encoding="utf-8")
+    shell(block("bash", "mkdir -p models"), tmp_path)
+    with serving("--model-root models", tmp_path) as target:
+        script = block("python", "load_adapter").replace("127.0.0.1:7433", target)
+        (tmp_path / "script.py").write_text(script, encoding="utf-8")
+        assert shell("python script.py", tmp_path).endswith("\n2\n")
+        listed = shell(block("bash", "treadle models").replace("127.0.0.1:7433", target), tmp_path)
+    assert [line.split("\t")[0] for line in listed.splitlines()] == ["second", "stories"]

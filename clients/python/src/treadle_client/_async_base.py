@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import grpc
 import grpc.aio
@@ -20,12 +20,15 @@ from treadle_client._channel import (
     says_serving,
 )
 from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
+from treadle_client._peer import SERVER, Kind
 from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 
 
 class BaseAsyncClient:
     """`BaseClient` for asyncio. It belongs to the event loop of its first call."""
+
+    _kind: ClassVar[Kind] = SERVER
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class BaseAsyncClient:
             timeout_s=timeout_s,
             retries=retries,
             max_message_bytes=max_message_bytes,
+            kind=self._kind,
         )
         self._clock = time.monotonic
         self._sleep = asyncio.sleep
@@ -93,10 +97,10 @@ class BaseAsyncClient:
             try:
                 return await method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error, attempts.timeout_s)
+                failure = from_rpc_error(error, attempts.timeout_s, peer=attempts.peer)
                 delay_s = attempts.next_delay_s(failure)
                 if delay_s is None:
-                    raise failure from error
+                    raise failure from None
             await self._sleep(delay_s)
 
     async def _is_serving(self, attempts: Attempts) -> bool:
@@ -105,10 +109,11 @@ class BaseAsyncClient:
                 b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
+            awaited = f"ready server at {self._connection.target}"
+            failure = from_rpc_error(error, attempts.timeout_s, awaited, peer=attempts.peer)
             if isinstance(failure, UnavailableError):
                 return False
             if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
                 return True
-            raise failure from error
+            raise failure from None
         return says_serving(reply)

@@ -57,7 +57,7 @@ class AsyncStream(Received):
             response = await self._read()
         except grpc.RpcError as error:
             self._cancel()
-            raise from_rpc_error(error, self._attempts.timeout_s) from error
+            raise from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer) from None
         except asyncio.CancelledError:
             was_closed = self._closed
             self._cancel()
@@ -81,7 +81,8 @@ class AsyncStream(Received):
             except grpc.RpcError as error:
                 delay_s = None
                 if not (self._anything or self._closed):
-                    delay_s = self._attempts.next_delay_s(from_rpc_error(error, self._attempts.timeout_s))
+                    failure = from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer)
+                    delay_s = self._attempts.next_delay_s(failure)
                 if delay_s is None:
                     raise
             await self._sleep(delay_s)

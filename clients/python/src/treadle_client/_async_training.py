@@ -14,6 +14,8 @@ from treadle_client import _training_convert as convert
 from treadle_client._async_base import BaseAsyncClient
 from treadle_client._channel import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_TRAINER_TARGET, TlsOptions
 from treadle_client._fields import to_bool, to_text
+from treadle_client._peer import TRAINER
+from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 from treadle_client._training_models import (
     Checkpoint,
@@ -30,6 +32,8 @@ from treadle_client._training_models import (
 
 class AsyncTrainingClient(BaseAsyncClient):
     """`TrainingClient` for asyncio: the same arguments, methods and errors, on the event loop of its first call."""
+
+    _kind = TRAINER
 
     def __init__(
         self,
@@ -174,9 +178,7 @@ class AsyncTrainingClient(BaseAsyncClient):
         request = convert.metrics_request(num_past, past_only)
         attempts = self._attempts(timeout_s)
         method, metadata = self._open_stubs().training.StreamMetrics, self._connection.metadata
-        return AsyncMetricsStream(
-            method(request, timeout=attempts.remaining_s(), metadata=metadata), attempts.timeout_s
-        )
+        return AsyncMetricsStream(method(request, timeout=attempts.remaining_s(), metadata=metadata), attempts)
 
     async def synchronize(self, *, timeout_s: float | None = None) -> int:
         """As `TrainingClient.synchronize`."""
@@ -198,9 +200,9 @@ class AsyncTrainingClient(BaseAsyncClient):
 class AsyncMetricsStream:
     """An asynchronous iterator of StepMetrics. Closing it, leaving its `with` block or dropping it ends the stream."""
 
-    def __init__(self, call: Any, timeout_s: float | None) -> None:
+    def __init__(self, call: Any, attempts: Attempts) -> None:
         self._call = call
-        self._timeout_s = timeout_s
+        self._attempts = attempts
         self._closed = False
 
     def __aiter__(self) -> AsyncIterator[StepMetrics]:
@@ -210,7 +212,7 @@ class AsyncMetricsStream:
         try:
             response = await self._call.read()
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._timeout_s) from error
+            raise from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer) from None
         except asyncio.CancelledError:
             was_closed = self._closed
             self._cancel()

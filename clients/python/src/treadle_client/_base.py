@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import grpc
 
@@ -17,6 +17,7 @@ from treadle_client._channel import (
     says_serving,
 )
 from treadle_client._exceptions import ClientClosedError, UnavailableError, UnimplementedError
+from treadle_client._peer import SERVER, Kind
 from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 
@@ -25,6 +26,8 @@ POLL_S: Final = 0.1  # how often `wait_ready` asks a server that is loading
 
 class BaseClient:
     """A connection; use it as a context manager, or close it. Threads may share it."""
+
+    _kind: ClassVar[Kind] = SERVER
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class BaseClient:
             timeout_s=timeout_s,
             retries=retries,
             max_message_bytes=max_message_bytes,
+            kind=self._kind,
         )
         self._clock = time.monotonic
         self._sleep = time.sleep
@@ -92,10 +96,10 @@ class BaseClient:
             try:
                 return method(request, timeout=attempts.remaining_s(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error, attempts.timeout_s)
+                failure = from_rpc_error(error, attempts.timeout_s, peer=attempts.peer)
                 delay_s = attempts.next_delay_s(failure)
                 if delay_s is None:
-                    raise failure from error
+                    raise failure from None
             self._sleep(delay_s)
 
     def _is_serving(self, attempts: Attempts) -> bool:
@@ -104,10 +108,11 @@ class BaseClient:
                 b"", timeout=attempts.remaining_s(), metadata=self._connection.metadata, wait_for_ready=True
             )
         except grpc.RpcError as error:
-            failure = from_rpc_error(error, attempts.timeout_s, "ready server")
+            awaited = f"ready server at {self._connection.target}"
+            failure = from_rpc_error(error, attempts.timeout_s, awaited, peer=attempts.peer)
             if isinstance(failure, UnavailableError):
                 return False
             if isinstance(failure, UnimplementedError):  # a server without the health service answers, so it is up
                 return True
-            raise failure from error
+            raise failure from None
         return says_serving(reply)

@@ -21,7 +21,8 @@ from treadle_protos.v1 import (
 )
 
 from treadle_client._exceptions import InvalidArgumentError, Violation
-from treadle_client._fields import refuse, to_float, to_int, to_text
+from treadle_client._fields import refuse, to_float, to_int
+from treadle_client._peer import SERVER, Kind, Peer, checked_target, host_of
 from treadle_client._retry import Attempts
 
 DEFAULT_TARGET: Final = "127.0.0.1:7433"
@@ -66,10 +67,10 @@ class Connection:
     timeout_s: float | None
     retries: int
     max_message_bytes: int
+    kind: Kind = SERVER
 
     def __post_init__(self) -> None:
-        if not to_text(self.target, "target"):
-            raise refuse("target", "host:port", self.target)
+        object.__setattr__(self, "target", checked_target(self.target, self.kind.default_port))
         if self.tls is not None and not isinstance(self.tls, TlsOptions):
             raise refuse("tls", "TlsOptions or None", self.tls)
         to_int(self.retries, "retries", (0, _MAX_INT32))
@@ -83,11 +84,16 @@ class Connection:
         """What goes with each call: the token, where there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
+    @property
+    def _peer(self) -> Peer:
+        name = self.tls.server_name if self.tls is not None else None
+        return Peer(self.target, name or host_of(self.target), self.kind)
+
     def attempts(self, timeout_s: float | None, clock: Callable[[], float], retries: int | None = None) -> Attempts:
         """Start to count the tries and seconds of one call; None takes the client's own timeout, or retries."""
         given = self.timeout_s if timeout_s is None else timeout_s
         allowed = self.retries if retries is None else retries
-        return Attempts(retries=allowed, timeout_s=check_timeout(given), clock=clock)
+        return Attempts(retries=allowed, timeout_s=check_timeout(given), clock=clock, peer=self._peer)
 
     def open(self, grpc_module: Any) -> Any:
         """Open the channel, of `grpc` or of `grpc.aio`."""
@@ -132,8 +138,7 @@ def is_loopback(target: str) -> bool:
     """Whether a gRPC target names this machine only: 127.x.x.x, localhost, ::1, or a Unix socket."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
-    address = re.sub(r"^(dns:(//[^/]*/)?|ipv4:|ipv6:)", "", target)
-    host = address[1:].partition("]")[0] if address.startswith("[") else re.sub(r":\d+$", "", address)
+    host = host_of(target)
     return host in {"localhost", "::1"} or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 

@@ -272,6 +272,10 @@ def _plugin(plugin: sampler_pb2.Plugin) -> Plugin:
         status=enum_name(sampler_pb2.PluginStatus.DESCRIPTOR, plugin.status),
         reason=plugin.reason,
         stages=tuple(plugin.stages),
+        families=tuple(plugin.families),
+        losses=tuple(plugin.losses),
+        optimizers=tuple(plugin.optimizers),
+        backends=tuple(plugin.backends),
     )
 
 

@@ -219,7 +219,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A plugin of the server: `status` is `active`, `blocked` or `failed`, the last with its reason."""
+    """A plugin of the server: `status` is `active`, `blocked`, `not_installed` or `failed`, the last two with a reason."""
 
     name: str
     distribution: str
@@ -227,6 +227,10 @@ class Plugin:
     status: str
     reason: str
     stages: tuple[str, ...]
+    families: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from treadle_client._exceptions import QueueFullError, TreadleClientError, UnavailableError
+from treadle_client._peer import Peer
 
 _FIRST_DELAY_S: Final = 0.2
 _MAX_DELAY_S: Final = 5.0
@@ -18,13 +19,17 @@ class Attempts:
         retries: how often the call may be repeated.
         timeout_s: seconds for all tries together; None for no limit.
         clock: returns seconds that never go back.
+        peer: whom the call goes to, for what an error says; None where nobody knows.
     """
 
-    def __init__(self, *, retries: int, timeout_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, retries: int, timeout_s: float | None, clock: Callable[[], float], peer: Peer | None = None
+    ) -> None:
         self._retries = retries
         self._used = 0
         self._clock = clock
         self.timeout_s = timeout_s
+        self.peer = peer
         self._end_s = None if timeout_s is None else clock() + timeout_s
 
     def remaining_s(self) -> float | None:

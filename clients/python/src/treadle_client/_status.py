@@ -27,6 +27,7 @@ from treadle_client._exceptions import (
     UnimplementedError,
     Violation,
 )
+from treadle_client._peer import Peer
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 _REQUEST_ID_KEY: Final = "x-request-id"
@@ -51,20 +52,23 @@ _CLASSES: Final[Mapping[Any, type[TreadleClientError]]] = MappingProxyType(
 )
 
 
-def from_rpc_error(error: Any, timeout_s: float | None = None, awaited: str = "complete answer") -> TreadleClientError:
+def from_rpc_error(
+    error: Any, timeout_s: float | None = None, awaited: str = "complete answer", *, peer: Peer | None = None
+) -> TreadleClientError:
     """Turn a failed RPC into the exception that users catch.
 
     Args:
         error: what grpc or grpc.aio raised: code, details and trailing metadata.
         timeout_s: seconds that the call had; None for no limit.
         awaited: what did not come in that time.
+        peer: whom the call went to; None where nobody knows.
     """
-    failure = _failure(error, timeout_s, awaited)
+    failure = _failure(error, timeout_s, awaited, peer)
     failure.request_id = next((value for key, value in error.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
     return failure
 
 
-def _failure(error: Any, timeout_s: float | None, awaited: str) -> TreadleClientError:
+def _failure(error: Any, timeout_s: float | None, awaited: str, peer: Peer | None) -> TreadleClientError:
     message = error.details() or ""
     cls = _error_class(error.code(), message)
     if cls is DeadlineExceededError and timeout_s is not None:
@@ -75,7 +79,7 @@ def _failure(error: Any, timeout_s: float | None, awaited: str) -> TreadleClient
         arguments |= _read_detail(cls, detail)
     if arguments.get("reason") == _READER_TOO_SLOW:
         cls = SlowReaderError
-    return cls(_explained(cls, message or error.code().name), **arguments)
+    return cls(_explained(cls, message or error.code().name, peer), **arguments)
 
 
 def _error_class(code: Any, message: str) -> type[TreadleClientError]:
@@ -84,9 +88,13 @@ def _error_class(code: Any, message: str) -> type[TreadleClientError]:
     return _CLASSES.get(code, ServerInternalError)
 
 
-def _explained(cls: type[TreadleClientError], message: str) -> str:
+def _explained(cls: type[TreadleClientError], message: str, peer: Peer | None) -> str:
     if cls is MessageTooLargeError:
         return f"{message}; max_message_bytes of the client and the server's limit both apply"
+    if peer is not None and cls is UnavailableError:
+        return peer.unreached(message)
+    if peer is not None and cls is UnimplementedError:
+        return peer.unimplemented(message)
     return message
 
 

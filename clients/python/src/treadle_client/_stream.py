@@ -100,7 +100,7 @@ class Stream(Received):
             self.close()
             if was_closed:  # by another thread, which wanted the stream to end
                 raise StopIteration from None
-            raise from_rpc_error(error, self._attempts.timeout_s) from error
+            raise from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer) from None
         except BaseException:
             self.close()
             raise
@@ -113,7 +113,8 @@ class Stream(Received):
             except grpc.RpcError as error:
                 delay_s = None
                 if not (self._anything or self._closed):
-                    delay_s = self._attempts.next_delay_s(from_rpc_error(error, self._attempts.timeout_s))
+                    failure = from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer)
+                    delay_s = self._attempts.next_delay_s(failure)
                 if delay_s is None:
                     raise
             self._sleep(delay_s)

@@ -14,6 +14,8 @@ from treadle_client import _training_convert as convert
 from treadle_client._base import BaseClient
 from treadle_client._channel import DEFAULT_MAX_MESSAGE_BYTES, DEFAULT_TRAINER_TARGET, TlsOptions
 from treadle_client._fields import to_bool, to_text
+from treadle_client._peer import TRAINER
+from treadle_client._retry import Attempts
 from treadle_client._status import from_rpc_error
 from treadle_client._training_models import (
     Checkpoint,
@@ -44,6 +46,8 @@ class TrainingClient(BaseClient):
         retries: how often a call is repeated that the trainer's full queue refused, or that reached no trainer.
         max_message_bytes: largest message to send or take.
     """
+
+    _kind = TRAINER
 
     def __init__(
         self,
@@ -222,7 +226,7 @@ class TrainingClient(BaseClient):
         request = convert.metrics_request(num_past, past_only)
         attempts = self._attempts(timeout_s)
         method, metadata = self._open_stubs().training.StreamMetrics, self._connection.metadata
-        return MetricsStream(method(request, timeout=attempts.remaining_s(), metadata=metadata), attempts.timeout_s)
+        return MetricsStream(method(request, timeout=attempts.remaining_s(), metadata=metadata), attempts)
 
     def synchronize(self, *, timeout_s: float | None = None) -> int:
         """Take over the trainer's count of calls, and return the number that the next one has."""
@@ -244,9 +248,9 @@ class TrainingClient(BaseClient):
 class MetricsStream:
     """An iterator of StepMetrics. Closing it, leaving its `with` block or dropping it ends the stream."""
 
-    def __init__(self, call: Any, timeout_s: float | None) -> None:
+    def __init__(self, call: Any, attempts: Attempts) -> None:
         self._call = call
-        self._timeout_s = timeout_s
+        self._attempts = attempts
         self._closed = False
 
     def __iter__(self) -> Iterator[StepMetrics]:
@@ -258,7 +262,7 @@ class MetricsStream:
         except grpc.RpcError as error:
             if self._closed:
                 raise StopIteration from None
-            raise from_rpc_error(error, self._timeout_s) from error
+            raise from_rpc_error(error, self._attempts.timeout_s, peer=self._attempts.peer) from None
 
     def close(self) -> None:
         """End the stream; iterating ends."""

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftreadle_protos/v1/sampler.proto\x12\x11treadle_protos.v1\"\x15\n\x13ListSamplersRequest\"p\n\x14ListSamplersResponse\x12,\n\x08samplers\x18\x01 \x03(\x0b\x32\x1a.treadle_protos.v1.Sampler\x12*\n\x07plugins\x18\x02 \x03(\x0b\x32\x19.treadle_protos.v1.Plugin\"\x9e\x01\n\x07Sampler\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x04kind\x18\x02 \x01(\x0e\x32\x1e.treadle_protos.v1.SamplerKind\x12\x0e\n\x06plugin\x18\x03 \x01(\t\x12\x1e\n\x16parameters_json_schema\x18\x04 \x01(\t\x12\x0f\n\x07summary\x18\x05 \x01(\t\x12\x16\n\x0enum_slow_calls\x18\x06 \x01(\x04\"\x8e\x01\n\x06Plugin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64istribution\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12/\n\x06status\x18\x04 \x01(\x0e\x32\x1f.treadle_protos.v1.PluginStatus\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t*\xaa\x01\n\x0bSamplerKind\x12\x1c\n\x18SAMPLER_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLER_KIND_MASK\x10\x01\x12\x18\n\x14SAMPLER_KIND_PENALTY\x10\x02\x12\x1a\n\x16SAMPLER_KIND_TRANSFORM\x10\x03\x12\x17\n\x13SAMPLER_KIND_FILTER\x10\x04\x12\x17\n\x13SAMPLER_KIND_SELECT\x10\x05*|\n\x0cPluginStatus\x12\x1d\n\x19PLUGIN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PLUGIN_STATUS_ACTIVE\x10\x01\x12\x19\n\x15PLUGIN_STATUS_BLOCKED\x10\x02\x12\x18\n\x14PLUGIN_STATUS_FAILED\x10\x03\x32q\n\x0eSamplerService\x12_\n\x0cListSamplers\x12&.treadle_protos.v1.ListSamplersRequest\x1a\'.treadle_protos.v1.ListSamplersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftreadle_protos/v1/sampler.proto\x12\x11treadle_protos.v1\"\x15\n\x13ListSamplersRequest\"p\n\x14ListSamplersResponse\x12,\n\x08samplers\x18\x01 \x03(\x0b\x32\x1a.treadle_protos.v1.Sampler\x12*\n\x07plugins\x18\x02 \x03(\x0b\x32\x19.treadle_protos.v1.Plugin\"\x9e\x01\n\x07Sampler\x12\x0c\n\x04name\x18\x01 \x01(\t\x12,\n\x04kind\x18\x02 \x01(\x0e\x32\x1e.treadle_protos.v1.SamplerKind\x12\x0e\n\x06plugin\x18\x03 \x01(\t\x12\x1e\n\x16parameters_json_schema\x18\x04 \x01(\t\x12\x0f\n\x07summary\x18\x05 \x01(\t\x12\x16\n\x0enum_slow_calls\x18\x06 \x01(\x04\"\xd6\x01\n\x06Plugin\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x64istribution\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12/\n\x06status\x18\x04 \x01(\x0e\x32\x1f.treadle_protos.v1.PluginStatus\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06stages\x18\x06 \x03(\t\x12\x10\n\x08\x66\x61milies\x18\x07 \x03(\t\x12\x0e\n\x06losses\x18\x08 \x03(\t\x12\x12\n\noptimizers\x18\t \x03(\t\x12\x10\n\x08\x62\x61\x63kends\x18\n \x03(\t*\xaa\x01\n\x0bSamplerKind\x12\x1c\n\x18SAMPLER_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SAMPLER_KIND_MASK\x10\x01\x12\x18\n\x14SAMPLER_KIND_PENALTY\x10\x02\x12\x1a\n\x16SAMPLER_KIND_TRANSFORM\x10\x03\x12\x17\n\x13SAMPLER_KIND_FILTER\x10\x04\x12\x17\n\x13SAMPLER_KIND_SELECT\x10\x05*\x9d\x01\n\x0cPluginStatus\x12\x1d\n\x19PLUGIN_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PLUGIN_STATUS_ACTIVE\x10\x01\x12\x19\n\x15PLUGIN_STATUS_BLOCKED\x10\x02\x12\x18\n\x14PLUGIN_STATUS_FAILED\x10\x03\x12\x1f\n\x1bPLUGIN_STATUS_NOT_INSTALLED\x10\x04\x32q\n\x0eSamplerService\x12_\n\x0cListSamplers\x12&.treadle_protos.v1.ListSamplersRequest\x1a\'.treadle_protos.v1.ListSamplersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle_protos.v1.sampler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLERKIND']._serialized_start=498
-  _globals['_SAMPLERKIND']._serialized_end=668
-  _globals['_PLUGINSTATUS']._serialized_start=670
-  _globals['_PLUGINSTATUS']._serialized_end=794
+  _globals['_SAMPLERKIND']._serialized_start=570
+  _globals['_SAMPLERKIND']._serialized_end=740
+  _globals['_PLUGINSTATUS']._serialized_start=743
+  _globals['_PLUGINSTATUS']._serialized_end=900
   _globals['_LISTSAMPLERSREQUEST']._serialized_start=54
   _globals['_LISTSAMPLERSREQUEST']._serialized_end=75
   _globals['_LISTSAMPLERSRESPONSE']._serialized_start=77
@@ -42,7 +42,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLER']._serialized_start=192
   _globals['_SAMPLER']._serialized_end=350
   _globals['_PLUGIN']._serialized_start=353
-  _globals['_PLUGIN']._serialized_end=495
-  _globals['_SAMPLERSERVICE']._serialized_start=796
-  _globals['_SAMPLERSERVICE']._serialized_end=909
+  _globals['_PLUGIN']._serialized_end=567
+  _globals['_SAMPLERSERVICE']._serialized_start=902
+  _globals['_SAMPLERSERVICE']._serialized_end=1015
 # @@protoc_insertion_point(module_scope)

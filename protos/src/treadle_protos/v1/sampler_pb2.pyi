@@ -21,6 +21,7 @@ class PluginStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PLUGIN_STATUS_ACTIVE: _ClassVar[PluginStatus]
     PLUGIN_STATUS_BLOCKED: _ClassVar[PluginStatus]
     PLUGIN_STATUS_FAILED: _ClassVar[PluginStatus]
+    PLUGIN_STATUS_NOT_INSTALLED: _ClassVar[PluginStatus]
 SAMPLER_KIND_UNSPECIFIED: SamplerKind
 SAMPLER_KIND_MASK: SamplerKind
 SAMPLER_KIND_PENALTY: SamplerKind
@@ -31,6 +32,7 @@ PLUGIN_STATUS_UNSPECIFIED: PluginStatus
 PLUGIN_STATUS_ACTIVE: PluginStatus
 PLUGIN_STATUS_BLOCKED: PluginStatus
 PLUGIN_STATUS_FAILED: PluginStatus
+PLUGIN_STATUS_NOT_INSTALLED: PluginStatus
 
 class ListSamplersRequest(_message.Message):
     __slots__ = ()
@@ -61,17 +63,25 @@ class Sampler(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[SamplerKind, str]] = ..., plugin: _Optional[str] = ..., parameters_json_schema: _Optional[str] = ..., summary: _Optional[str] = ..., num_slow_calls: _Optional[int] = ...) -> None: ...
 
 class Plugin(_message.Message):
-    __slots__ = ("name", "distribution", "version", "status", "reason", "stages")
+    __slots__ = ("name", "distribution", "version", "status", "reason", "stages", "families", "losses", "optimizers", "backends")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
+    FAMILIES_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZERS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     distribution: str
     version: str
     status: PluginStatus
     reason: str
     stages: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., distribution: _Optional[str] = ..., version: _Optional[str] = ..., status: _Optional[_Union[PluginStatus, str]] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ...) -> None: ...
+    families: _containers.RepeatedScalarFieldContainer[str]
+    losses: _containers.RepeatedScalarFieldContainer[str]
+    optimizers: _containers.RepeatedScalarFieldContainer[str]
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., distribution: _Optional[str] = ..., version: _Optional[str] = ..., status: _Optional[_Union[PluginStatus, str]] = ..., reason: _Optional[str] = ..., stages: _Optional[_Iterable[str]] = ..., families: _Optional[_Iterable[str]] = ..., losses: _Optional[_Iterable[str]] = ..., optimizers: _Optional[_Iterable[str]] = ..., backends: _Optional[_Iterable[str]] = ...) -> None: ...

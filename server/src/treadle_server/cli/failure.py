@@ -92,24 +92,35 @@ def client_failures(target: str) -> Iterator[None]:
     except UnavailableError as error:
         raise CommandFailedError([_unavailable(target, error)]) from error
     except UnauthenticatedError as error:
-        raise CommandFailedError([f"{error.message} (--token-file FILE, or the variable TREADLE_TOKEN)"]) from error
+        raise CommandFailedError([_unauthenticated(error.message)]) from error
     except TreadleClientError as error:
         raise CommandFailedError([error.message]) from error
 
 
+def _unauthenticated(message: str) -> str:
+    """Return what is wrong with the token, and the options that give one rather than the header that they become."""
+    wrong = message.partition(": authorization")[0]
+    return f"{wrong} (--token-file FILE, or the variable TREADLE_TOKEN)"
+
+
 def _unavailable(target: str, error: UnavailableError) -> str:
     """Return why the server is not available, and what to do where none answers: such an error has no reason."""
-    advice = "" if error.reason else f"; {_advice(error.message)}"
-    return f"the server at {target} is not available: {error.message}{advice}"
+    if error.reason:
+        return f"the server at {target} is not available: {error.message}"
+    return f"{error.message}{_advice(error.message)}"
 
 
 def _advice(message: str) -> str:
-    """Return what to do about a connection that could not be made, by what gRPC says of it."""
-    if "handshake" in message or "Verification" in message:
-        return "it speaks no TLS, or its certificate is not what --tls-ca and --tls-server-name say"
-    if "Socket closed" in message:
-        return "if it speaks TLS, give --tls or --tls-ca, and --tls-cert where it asks for certificates"
-    return "start one with `treadle serve MODEL`"
+    """Return what to do about a connection that could not be made, by what the client says of it."""
+    if "is not trusted" in message:
+        return ": give --tls-ca FILE, the certificate of who signed it"
+    if "does not carry the name" in message:
+        return ": give --tls-server-name NAME, one that it carries"
+    if "speaks no TLS" in message:
+        return ": leave out --tls and the options that imply it"
+    if "closed the connection" in message:
+        return ": if it speaks TLS, give --tls or --tls-ca, and --tls-cert where it asks for certificates"
+    return "; start one with `treadle serve MODEL`"
 
 
 def violation_lines(error: Exception) -> list[str]:

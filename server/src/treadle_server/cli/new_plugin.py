@@ -13,9 +13,7 @@ from treadle_server.cli.output import write, write_json
 
 
 def new_plugin(
-    name: Annotated[
-        str, typer.Argument(help="Name of its sampler stage: lower-case letters, digits and underscores.")
-    ],
+    name: Annotated[str, typer.Argument(help="Name of its sampler stage: lower-case letters, digits and underscores.")],
     directory: Annotated[Path, typer.Option(help="Where to make its folder.")] = Path(),
     as_json: Json = False,
 ) -> None:

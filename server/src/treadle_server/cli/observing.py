@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
@@ -135,6 +136,10 @@ class _LogThread(logging.Handler):
 class TextFormatter(logging.Formatter):
     """Lines for people; a request's id stands at the end of those about it, if they do not name it themselves."""
 
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - as above
+        """Return the local time with its offset from UTC, such as 2026-01-31 09:00:00.123+01:00."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in the base class
         """Return the line without what follows an error."""
         line = super().formatMessage(record)
@@ -152,7 +157,7 @@ class JsonFormatter(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": getattr(record, "summary", None) or record.getMessage(),
         }
         if getattr(record, "request_id", ""):
             line["request_id"] = record.request_id  # type: ignore[attr-defined] # our filter's

@@ -14,6 +14,9 @@ from treadle_server.cli.failure import writing_stdout
 from treadle_server.cli.streams import without_controls
 
 
+_LONG_WORD, _NARROWEST = 28, 12  # characters of a column
+
+
 def write(text: str) -> None:
     """Write text to stdout at once."""
     with writing_stdout():
@@ -59,15 +62,35 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not sys.stdout.isatty():
         write("".join("\t".join(row) + "\n" for row in rows))
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    console = Console()
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column, width in zip(columns, _widths([columns, *rows], console.width), strict=True):
+        table.add_column(column, width=width)
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
     with writing_stdout():
-        Console().print(table)
+        console.print(table)
+
+
+def _widths(rows: Sequence[Sequence[str]], total: int) -> list[int]:
+    """Return a width for each column: words stay whole, those of the last column and very long ones if they can.
+
+    What is left goes to the columns that want most, a character at a time; one separates columns.
+    """
+    cells = list(zip(*rows, strict=True))
+    wanted = [max(map(cell_len, column)) for column in cells]
+    widths = [min(_LONG_WORD, max(cell_len(word) for cell in column for word in [*cell.split(), ""])) for column in cells]
+    left = total - (len(widths) - 1) - sum(widths)
+    widths[-1] = max(_NARROWEST, widths[-1] + min(left, 0))
+    for _ in range(max(left, 0)):
+        index = max(range(len(widths)), key=lambda i: wanted[i] - widths[i])
+        widths[index] += wanted[index] > widths[index]
+    return widths
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -99,9 +99,13 @@ def _served_plugins(target: str, connection: ConnectionFlags) -> list[_Row]:
             name=plugin.name,
             distribution=plugin.distribution,
             version=plugin.version,
-            status=plugin.status,
+            status=plugin.status.replace("_", " "),
             reason=plugin.reason,
             stages=plugin.stages,
+            families=plugin.families,
+            losses=plugin.losses,
+            optimizers=plugin.optimizers,
+            backends=plugin.backends,
             num_slow_calls=sum(stage.num_slow_calls for stage in served.samplers if stage.plugin == plugin.name),
         )
         for plugin in served.plugins

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from treadle_server.cli.failure import CommandFailedError, wrong_use
+from treadle_server.cli.security import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from treadle_server.config import ServerConfig
@@ -42,7 +45,7 @@ class WithTrainerFlags:
         ),
     ] = False
     trainer_port: Annotated[
-        int | None, typer.Option(help="Its port (7434); 0 takes a free one.", rich_help_panel=_TRAINER)
+        int | None, typer.Option(min=0, max=65535, help="Its port (7434); 0 takes a free one.", rich_help_panel=_TRAINER)
     ] = None
     trainer_option: Annotated[
         list[str] | None,
@@ -53,15 +56,41 @@ class WithTrainerFlags:
         ),
     ] = None
 
-    def check(self, config: ServerConfig, sources: Sequence[ModelSource]) -> None:
-        """Refuse what does not go together."""
+    def check(self, config: ServerConfig, folder: Path | None) -> None:
+        """Refuse what does not go together; `folder` is that of the only model, None where there are more."""
         if not self.with_trainer:
             if self.trainer_port is not None or self.trainer_option:
                 raise wrong_use("--trainer-port and --trainer-option are about the trainer of --with-trainer")
-        elif len(sources) != 1:
+        elif folder is None:
             raise wrong_use("--with-trainer trains the only model of a server; start `treadle trainer` for one of many")
         elif config.tls_certificate is not None:
-            raise wrong_use("--with-trainer needs a server in plain text; start `treadle trainer --server-tls-ca FILE`")
+            raise wrong_use(
+                f"--with-trainer needs a server in plain text; beside one with TLS, run: {_line_beside_tls(config, folder)}"
+            )
+        elif config.token_file is not None and not self._has_token():
+            raise wrong_use(
+                f"--with-trainer publishes to a server that asks for tokens: put an administrator's token of "
+                f"{config.token_file} into {TOKEN_VARIABLE}, or its file into --trainer-option=--server-token-file=FILE"
+            )
+
+    def _has_token(self) -> bool:
+        given = any(option.startswith("--server-token-file") for option in self.trainer_option or ())
+        return given or bool(os.environ.get(TOKEN_VARIABLE))
+
+
+def _line_beside_tls(config: ServerConfig, folder: Path) -> str:
+    """Return the command line of a trainer that publishes to a server with TLS; words in capitals are left open."""
+    from treadle_server.service.address import join_address
+
+    address = join_address(_EVERYWHERE.get(config.host, config.host), config.port)
+    words = ["treadle", "trainer", str(folder), "--server", address, "--server-tls-ca", "FILE"]
+    if config.tls_client_ca is not None:
+        words += ["--server-tls-cert", "FILE", "--server-tls-key", "FILE"]
+    if config.token_file is not None:
+        words += ["--server-token-file", "FILE"]
+    root = str(config.model_roots[0]) if config.model_roots else "DIR"
+    note = "" if config.model_roots else " (DIR being a --model-root of the server)"
+    return f"{shlex.join([*words, '--publish-root', root])}{note}"
 
 
 @asynccontextmanager

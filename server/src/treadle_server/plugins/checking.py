@@ -14,26 +14,30 @@ from treadle_server.plugins.registry import StageEntry
 
 
 def checked(plugin: PluginStatus) -> PluginStatus:
-    """The plugin, failed if something it brings does not keep the contract with its defaults.
+    """The plugin, passed or failed as what it brings keeps the contract with its defaults.
 
-    What is built in is not run: treadle's own tests have done that.
+    What is built in is not run: treadle's own tests have done that. A plugin of which nothing is run stays as it was.
     """
     if plugin.status != "active":
         return plugin
-    problems = list(_problems(plugin))
-    return replace(plugin, status="failed", reason="; ".join(problems)) if problems else plugin
+    found = list(_findings(plugin))
+    problems = [problem for problem in found if problem]
+    if problems:
+        return replace(plugin, status="failed", reason="; ".join(problems))
+    return replace(plugin, status="passed") if found else plugin
 
 
-def _problems(plugin: PluginStatus) -> Iterator[str]:
+def _findings(plugin: PluginStatus) -> Iterator[str]:
+    """Yield what the suite finds wrong with each part that it can check; empty if nothing."""
     for stage in plugin.stages:
-        if not stage.built_in and (problem := stage_problem(stage)):
-            yield problem
+        if not stage.built_in:
+            yield stage_problem(stage)
     for loss in plugin.losses:
-        if not loss.built_in and (problem := _problem(loss.owner, check_loss, loss.part)):
-            yield problem
+        if not loss.built_in:
+            yield _problem(loss.owner, check_loss, loss.part)
     for optimizer in plugin.optimizers:
-        if not optimizer.built_in and (problem := _problem(optimizer.owner, check_optimizer, optimizer.part)):
-            yield problem
+        if not optimizer.built_in:
+            yield _problem(optimizer.owner, check_optimizer, optimizer.part)
 
 
 def stage_problem(stage: StageEntry) -> str:

@@ -36,32 +36,31 @@ class PluginStatus:
         name: name of the plugin, as in `--no-plugin`.
         distribution: the installed distribution, or the path of a local plugin.
         version: the distribution's version; empty for a local plugin.
-        status: active, blocked (on request, not even imported), or failed.
+        status: active, passed (active, and the conformance suite found nothing), blocked (on request, not even
+            imported), not installed (an optional dependency of its own is missing, which is no fault), or failed.
         reason: why it is not active; empty if it is.
         stages: the stages it brought, or would have brought.
         families: the model types it brought, or would have brought.
         losses: the losses it brought, or would have brought.
         optimizers: the optimizers it brought, or would have brought.
         backends: the compute backends it brought, or would have brought.
-        lacks_extra: whether it failed because an optional dependency of its own is not installed, which is no fault.
     """
 
     name: str
     distribution: str
     version: str
-    status: Literal["active", "blocked", "failed"]
+    status: Literal["active", "passed", "blocked", "not installed", "failed"]
     reason: str = ""
     stages: tuple[StageEntry, ...] = ()
     families: tuple[str, ...] = ()
     losses: tuple[PartEntry[Loss], ...] = ()
     optimizers: tuple[PartEntry[Optimizer], ...] = ()
     backends: tuple[PartEntry[BackendFactory], ...] = ()
-    lacks_extra: bool = False
 
     @property
     def is_faulty(self) -> bool:
         """Whether it failed by a fault, its own or of what it stands beside."""
-        return self.status == "failed" and not self.lacks_extra
+        return self.status == "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,15 +287,20 @@ def _status(source: PluginSource, loaded: Sequence[_Loaded], conflicts: Mapping[
         name=source.name,
         distribution=source.distribution,
         version=source.version,
-        status="blocked" if one is blocked else "failed" if reason else "active",
+        status="blocked" if one is blocked else _outcome(one, reason),
         reason=reason,
         stages=one.stages,
         families=tuple(family.model_type for family in one.families),
         losses=one.losses,
         optimizers=one.optimizers,
         backends=one.backends,
-        lacks_extra=one.lacks_extra,
     )
+
+
+def _outcome(one: _Loaded, reason: str) -> Literal["active", "not installed", "failed"]:
+    if not reason:
+        return "active"
+    return "not installed" if one.lacks_extra else "failed"
 
 
 def _hooks(active: Sequence[_Loaded]) -> pluggy.HookRelay:

@@ -28,11 +28,10 @@ from treadle_protos.v1 import (
 from treadle_server.config import ServerConfig
 from treadle_server.engine.scheduler import EngineLimits
 from treadle_server.engine.worker import EngineWorker
-from treadle_server.errors import ConfigError
 from treadle_server.language_model import LanguageModel, RequestLimits
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service.active_requests import ActiveRequests
-from treadle_server.service.address import join_address, listen_problem
+from treadle_server.service.address import join_address, listen_error
 from treadle_server.service.generation_servicer import GenerationServicer
 from treadle_server.service.interceptor import RequestInterceptor
 from treadle_server.service.model_changes import ModelChanges
@@ -111,11 +110,10 @@ class InferenceServer:
             ConfigError: the address is taken or cannot be listened on.
         """
         host, port = self.config.host, self.config.port
-        address = join_address(host, port)
         try:
-            port = self.security.add_port(self._server, address)
+            port = self.security.add_port(self._server, join_address(host, port))
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}: {listen_problem(host, port) or error}") from error
+            raise listen_error(host, port, error) from error
         self.observability.start()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()

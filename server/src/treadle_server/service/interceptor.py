@@ -16,7 +16,7 @@ from treadle_server.service.active_requests import ActiveRequests
 from treadle_server.service.message_size import check_entries
 from treadle_server.service.observability.telemetry import Telemetry
 from treadle_server.service.security.permissions import is_open
-from treadle_server.service.security.server_security import ServerSecurity
+from treadle_server.service.security.server_security import ServerSecurity, address_name
 from treadle_server.service.status import abort, abort_internal, abort_malformed, reason_of_status
 
 _LOG = logging.getLogger(__name__)
@@ -117,13 +117,15 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gr
         """Let a caller in who may call the method, watch the request, and turn errors into statuses."""
         with self._telemetry.watch(method, context) as call:
             try:
-                caller = self._security.authorise(method, context)
-                call.client = caller.name
+                call.client = address_name(context.peer())  # of a caller that cannot be told, the log has this
+                caller = self._security.identify(context)
+                call.client, call.role = caller.name, caller.role
+                self._security.authorise(method, caller)
                 with self._security.place_for(caller), self._active:
                     yield
             except TreadleError as error:
                 call.failed(error, reason_of_status(error))
-                await abort(context, error)
+                await abort(context, call.naming_weights(error))
             except (grpc.aio.AbortError, grpc.aio.BaseError):
                 raise
             except Exception:  # noqa: BLE001 - a fault of ours fails this RPC alone

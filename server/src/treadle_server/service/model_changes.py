@@ -124,15 +124,20 @@ class ModelChanges:
 
         task = asyncio.ensure_future(run())
         self._running.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_tell_failure)
+            raise
 
     def stop(self) -> None:
         """Give up what is under way: the server ends."""
         for task in self._running:
             task.cancel()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), TreadleError):
-            _LOG.warning("a change of the models failed: %s", task.exception())
+
+def _tell_failure(task: asyncio.Task[Any]) -> None:
+    """Log why a change failed whose caller has gone: no other line would."""
+    if not task.cancelled() and isinstance(task.exception(), TreadleError):
+        _LOG.warning("a change of the models failed after its caller had gone: %s", task.exception())

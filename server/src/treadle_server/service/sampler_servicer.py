@@ -43,9 +43,13 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServiceServicer):
                 name=plugin.name,
                 distribution=plugin.distribution,
                 version=plugin.version,
-                status=f"PLUGIN_STATUS_{plugin.status.upper()}",
+                status=f"PLUGIN_STATUS_{plugin.status.upper().replace(' ', '_')}",
                 reason=plugin.reason,
                 stages=[stage.name for stage in plugin.stages],
+                families=plugin.families,
+                losses=[loss.name for loss in plugin.losses],
+                optimizers=[optimizer.name for optimizer in plugin.optimizers],
+                backends=[backend.name for backend in plugin.backends],
             )
             for plugin in self._plugins.plugins
         ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 
 from treadle_server.engine.events import Timings
 from treadle_server.engine.sequence import ActiveRequest
-from treadle_server.errors import StageError, TreadleError
+from treadle_server.errors import NonFiniteLogitsError, StageError, TreadleError
 from treadle_server.language_model import Generation, LanguageModel
 
 REQUEST_ID_KEY: Final = "x-request-id"
@@ -27,12 +28,14 @@ class CallRecord:
         request_id: the client's name for it, or one drawn here.
         method: Service/Method, without the package.
         client: who calls: a token's name, a certificate's subject, or an address; empty until that is known.
+        role: what the caller may do: user or admin; empty until that is known.
         model: name of the served model that it uses; empty until that is known.
         num_prompt_tokens: tokens of its prompt, once that is encoded.
         generates_text: whether it is a generation, perhaps one that was refused.
         generation: what it generates, once that has been let in.
         code: name of the gRPC status that it ended with.
         reason: the stable reason of an error.
+        figures: of a training call: step, loss, grad_norm, lr, num_tokens, as far as it has them.
         stage: the plugin and the stage that failed, where one did.
         started_s: when it came, in seconds of the monotonic clock.
         started_ns: the same as Unix time.
@@ -43,6 +46,7 @@ class CallRecord:
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     method: str = ""
     client: str = ""
+    role: str = ""
     model: str = ""
     adapter: str = ""
     adapter_version: int = 0
@@ -53,6 +57,7 @@ class CallRecord:
     code: str = "OK"
     reason: str = ""
     stage: tuple[str, str] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
     started_ns: int = field(default_factory=time.time_ns)
     duration_s: float = 0.0
@@ -82,6 +87,13 @@ class CallRecord:
         self.reason = reason
         if isinstance(error, StageError):
             self.stage = error.plugin, error.stage
+
+    def naming_weights(self, error: TreadleError) -> TreadleError:
+        """Return the error that the client gets: of logits that are not finite it says whose they are."""
+        if not isinstance(error, NonFiniteLogitsError) or not self.model:
+            return error
+        version = f", weight version {self.weight_version}" if self.weight_version else ""
+        return NonFiniteLogitsError(f"{error} (model {self.model!r}{version})")
 
     @property
     def num_generated_tokens(self) -> int | None:

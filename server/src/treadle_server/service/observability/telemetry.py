@@ -84,7 +84,8 @@ class Telemetry:
         if _LOG.isEnabledFor(level):
             facts = call_facts(call)
             text = " ".join(f"{name}={_written(value)}" for name, value in facts.items() if name not in _IN_FRONT)
-            _LOG.log(level, "%s %s: %s", call.method, call.code, text, extra={"facts": facts})
+            summary = f"{call.method} {call.code}"
+            _LOG.log(level, "%s: %s", summary, text, extra={"facts": facts, "summary": summary})
 
 
 def call_facts(call: CallRecord) -> dict[str, object]:
@@ -96,6 +97,7 @@ def call_facts(call: CallRecord) -> dict[str, object]:
         "code": call.code,
         "reason": call.reason or None,
         "client": call.client or None,
+        "role": call.role or None,
         "model": call.model or None,
         "adapter": call.adapter or None,
         "adapter_version": call.adapter_version or None,
@@ -105,6 +107,7 @@ def call_facts(call: CallRecord) -> dict[str, object]:
         "prompt_tokens": call.num_prompt_tokens,
         "generated_tokens": call.num_generated_tokens,
         "finish_reasons": list(call.finish_reasons) or None,
+        **call.figures,
         "queue_s": timings and round(timings.queue_s, 6),
         "prefill_s": timings and round(timings.prefill_s, 6),
         "decode_s": timings and round(timings.decode_s, 6),

@@ -13,6 +13,7 @@ import grpc
 
 from treadle_server.config import SecurityConfig
 from treadle_server.errors import AccessDeniedError, ConfigError, UnauthenticatedError
+from treadle_server.service.address import join_address
 from treadle_server.service.security.certificates import CertificateFiles, Certificates
 from treadle_server.service.security.client_limits import ClientLimits
 from treadle_server.service.security.permissions import Role, role_needed
@@ -48,17 +49,20 @@ class ServerSecurity:
         Raises:
             RuntimeError: nothing can listen there.
         """
-        self._tell()
         if self._certificates is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, self._certificates.credentials()))
+            port = int(server.add_insecure_port(address))
+        else:
+            port = int(server.add_secure_port(address, self._certificates.credentials()))
+        self._tell(port)
+        return port
 
-    def _tell(self) -> None:
+    def _tell(self, port: int) -> None:
         transport = "plain text" if self._certificates is None else "TLS"
         if self._config.tls_client_ca is not None:
             transport = "mutual TLS"
-        callers = "no tokens" if self._tokens is None else f"{len(self._tokens)} tokens"
-        _LOG.info("listening on %s with %s and %s", self._config.host, transport, callers)
+        num_tokens = 0 if self._tokens is None else len(self._tokens)
+        callers = f"{num_tokens or 'no'} token{'' if num_tokens == 1 else 's'}"
+        _LOG.info("listening on %s with %s and %s", join_address(self._config.host, port), transport, callers)
         if self._certificates is None and not self._loopback:
             _LOG.warning("whoever is on the way to %s can read and change everything, tokens too", self._config.host)
         if self._tokens is None and self._open_role is Role.USER:
@@ -71,18 +75,18 @@ class ServerSecurity:
         if self._certificates is not None:
             self._certificates.reload()
 
-    def authorise(self, method: str, context: grpc.aio.ServicerContext) -> Caller:
-        """Return who calls a method, such as `/package.Service/Method`.
+    def identify(self, context: grpc.aio.ServicerContext) -> Caller:
+        """Return who calls; raises UnauthenticatedError where there is no token, or not one of ours."""
+        if self._tokens is None:
+            return Caller(_peer_name(context), self._open_role)
+        headers = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+        return _find(self._tokens, headers)
 
-        Raises:
-            UnauthenticatedError: there is no token, or not one of ours.
-            AccessDeniedError: the caller may not do this.
-        """
-        caller = self._caller(context)
+    def authorise(self, method: str, caller: Caller) -> None:
+        """Raise AccessDeniedError if the caller may not call a method, such as `/package.Service/Method`."""
         needed = role_needed(method)
         if not caller.role.includes(needed):
             raise AccessDeniedError(f"{method} needs the role {needed}; {self._shortfall(caller)}")
-        return caller
 
     def _shortfall(self, caller: Caller) -> str:
         if self._tokens is not None:
@@ -96,12 +100,6 @@ class ServerSecurity:
             QueueFullError: as many of the caller's requests as are allowed run already.
         """
         return self._limits.place_for(caller.name)
-
-    def _caller(self, context: grpc.aio.ServicerContext) -> Caller:
-        if self._tokens is None:
-            return Caller(_peer_name(context), self._open_role)
-        headers = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-        return _find(self._tokens, headers)
 
     def check_bearer(self, headers: Sequence[str]) -> None:
         """Let holders of a token pass, of any role, by the authorization headers of a request that is no RPC.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -10,9 +11,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from treadle_protos.v1 import training_pb2_grpc
 
-from treadle_server.errors import ConfigError
 from treadle_server.service.active_requests import ActiveRequests
-from treadle_server.service.address import join_address, listen_problem
+from treadle_server.service.address import join_address, listen_error
 from treadle_server.service.app import TRAINING_SERVICE, channel_options
 from treadle_server.service.interceptor import RequestInterceptor
 from treadle_server.service.observability.server_observability import Observability
@@ -23,6 +23,8 @@ from treadle_server.service.training.loading import LoadedTrainer, load_trainer
 from treadle_server.service.training.metrics import MetricsLog, StepMetrics
 from treadle_server.service.training.servicer import TrainingServicer
 from treadle_server.service.training.worker import TrainerWorker
+
+_LOG = logging.getLogger(__name__)
 
 # Threads that check and tokenise batches.
 _NUM_ADMISSION_THREADS = 2
@@ -42,6 +44,7 @@ class TrainerServer:
         self._loop = asyncio.get_running_loop()
         self._metrics = MetricsLog(config.max_metrics)
         self._executor = ThreadPoolExecutor(_NUM_ADMISSION_THREADS, thread_name_prefix="treadle-admission")
+        self._loaded: LoadedTrainer | None = None
         self._worker = TrainerWorker(config.max_queued_calls)
         self._servicer = TrainingServicer(self._executor, self._worker, self._metrics)
         self._health = health.aio.HealthServicer()
@@ -65,11 +68,10 @@ class TrainerServer:
             ConfigError: the address is taken or cannot be listened on.
         """
         host, port = self.config.host, self.config.port
-        address = join_address(host, port)
         try:
-            port = self.security.add_port(self._server, address)
+            port = self.security.add_port(self._server, join_address(host, port))
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {address}: {listen_problem(host, port) or error}") from error
+            raise listen_error(host, port, error) from error
         self.observability.start()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
@@ -86,6 +88,7 @@ class TrainerServer:
 
     async def open(self, loaded: LoadedTrainer) -> None:
         """Take calls from now on, and say so to health checks."""
+        self._loaded = loaded
         self._servicer.open(loaded)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -98,9 +101,17 @@ class TrainerServer:
         await self._health.enter_graceful_shutdown()
         idle = await self._active.wait_until_idle(self.config.grace_s if grace_s is None else grace_s)
         await self._server.stop(_LAST_WORDS_S if idle else 0)
+        self._tell_lost_steps()
         self._worker.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         await self.observability.stop()
+
+    def _tell_lost_steps(self) -> None:
+        lost = range(0) if self._loaded is None else self._loaded.steps_kept_nowhere
+        if len(lost) == 1:
+            _LOG.warning("step %d was kept nowhere", lost[0])
+        elif lost:
+            _LOG.warning("steps %d-%d were kept nowhere", lost[0], lost[-1])
 
     async def _set_health(self, status: int) -> None:
         for service in ("", TRAINING_SERVICE):

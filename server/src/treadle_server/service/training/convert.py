@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle_protos.v1 import training_pb2 as pb
 
@@ -22,6 +23,8 @@ _REDUCTIONS = {
     pb.LOSS_REDUCTION_SUM: "sum",
 }
 _REDUCTION_NUMBERS = {"mean": pb.LOSS_REDUCTION_MEAN, "sum": pb.LOSS_REDUCTION_SUM}
+# What the log says of a call that trains.
+_FIGURES = frozenset({"step", "loss", "grad_norm", "lr", "num_tokens"})
 _DEFAULT_LOSS = "cross_entropy"
 # Where the trainer's words for a batch stand in a request.
 _BATCH_FIELDS = ("input_ids", "labels", "weights", "logprobs", "advantages")
@@ -123,6 +126,15 @@ def _rows_to_proto(result: LossResult, rows: Rows) -> list[pb.RowResult]:
         logprobs: Sequence[float] = [value for _ in range(num_documents) for value in next(documents).tolist()]
         answers.append(pb.RowResult(logprobs=logprobs, token_ids=tokens))
     return answers
+
+
+def figures_of(request: Message, response: Message) -> dict[str, float]:
+    """Return what the log says of a call that trains: step, loss, grad_norm, lr, num_tokens, as far as it has them."""
+    figures: dict[str, float] = {}
+    for message in (getattr(response, "result", None), response, getattr(request, "optimizer", None)):
+        given = {} if message is None else {field.name: value for field, value in message.ListFields()}
+        figures |= {name: given[name] for name in _FIGURES & given.keys()}
+    return {name: figures[name] for name in sorted(figures)}
 
 
 def metrics_to_proto(metrics: StepMetrics) -> pb.StreamMetricsResponse:

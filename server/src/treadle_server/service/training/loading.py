@@ -40,6 +40,12 @@ class LoadedTrainer:
     checkpoints: CheckpointRoot
     publisher: Publisher
 
+    @property
+    def steps_kept_nowhere(self) -> range:
+        """The steps since the last one that was saved, published or loaded; any thread may ask."""
+        progress = self.session.progress
+        return range(progress.kept_step + 1, progress.step + 1)
+
     def state(self) -> pb.GetTrainingStateResponse:
         """Return where the training stands; any thread may ask."""
         state, progress = pb.GetTrainingStateResponse(), self.session.progress

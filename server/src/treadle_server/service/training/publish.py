@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 from treadle_protos.v1 import model_pb2, model_pb2_grpc
 from treadle_protos.v1 import training_pb2 as pb
 
@@ -20,6 +21,7 @@ from treadle_server.errors import (
     PublishDeniedError,
     PublishError,
     PublishTargetError,
+    TrainingError,
 )
 from treadle_server.service.status import is_denied, is_unreachable
 from treadle_server.service.training.config import PublishTarget
@@ -29,6 +31,7 @@ from treadle_server.training.state_files import discard
 # The newest is served; the one before it can be gone back to.
 _NUM_KEPT = 2
 _PREFLIGHT_S = 10.0  # to ask the server what it serves: it answers at once or is not there
+_NUM_CHECKED_TOKENS = 16  # of one row, from all over the vocabulary
 _FOLDER = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 _PARTIAL = ".partial"  # weights that are being written
 
@@ -64,6 +67,7 @@ class Publisher:
         """Write the weights, let the server take them, and return what it serves now.
 
         Raises:
+            TrainingError: the model computes no numbers with them.
             PublishError: the server did not take them; the trainer is as before, and what was written is removed.
         """
         target, root = self._target, self._root
@@ -71,6 +75,7 @@ class Publisher:
             raise PublishError("this trainer has no server to publish to: start it with --server HOST:PORT")
         with _connected(target) as stub:
             served = self._served(stub, target, expected_version)
+            _check_logits(trainer)
             folder = root / f"step-{trainer.step:08d}-{secrets.token_hex(4)}"
             try:
                 _write(trainer, folder)
@@ -118,6 +123,17 @@ class Publisher:
             )
             done.weight_version = _call(target, stub.UpdateWeights, update, target.timeout_s).weight_version
         return done
+
+
+def _check_logits(trainer: Trainer) -> None:
+    """Raise TrainingError for weights that are finite, but with which every request would fail: the pass overflows."""
+    config = trainer.config
+    ids = np.linspace(0, config.vocab_size - 1, min(_NUM_CHECKED_TOKENS, config.context_length)).astype(int).tolist()
+    try:
+        trainer.compute_loss([ids])
+    except TrainingError as error:
+        message = f"the model's logits are not finite after step {trainer.step}: nothing was published; load a checkpoint"
+        raise TrainingError(message) from error
 
 
 def _write(trainer: Trainer, folder: Path) -> None:

@@ -9,18 +9,21 @@ from functools import partial
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from treadle_protos.v1 import training_pb2 as pb
 from treadle_protos.v1 import training_pb2_grpc
 
 from treadle_server.errors import UnavailableError
 from treadle_server.service.convert import duration_to_proto
+from treadle_server.service.observability.call_record import current_call
 from treadle_server.service.off_loop import run_off_loop
-from treadle_server.service.training.convert import loss_from_proto, metrics_to_proto, optimizer_from_proto
+from treadle_server.service.training.convert import figures_of, loss_from_proto, metrics_to_proto, optimizer_from_proto
 from treadle_server.service.training.loading import LoadedTrainer
 from treadle_server.service.training.metrics import MetricsLog
 from treadle_server.service.training.worker import TrainerWorker
 
 _T = TypeVar("_T")
+_Response = TypeVar("_Response", bound=Message)
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
@@ -59,7 +62,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         """Return a batch's loss."""
         loaded, loss = self._open(), loss_from_proto(request.loss)
         rows = await self._off_loop(partial(loaded.reader.read, request.batch))
-        return await self._worker.run(partial(loaded.session.compute_loss, rows, loss))
+        return await self._trained(request, partial(loaded.session.compute_loss, rows, loss))
 
     async def ForwardBackward(
         self, request: pb.ForwardBackwardRequest, context: grpc.aio.ServicerContext
@@ -67,19 +70,19 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         """Add a batch's gradients to those that wait."""
         loaded, loss = self._open(), loss_from_proto(request.loss)
         rows = await self._off_loop(partial(loaded.reader.read, request.batch))
-        return await self._worker.run(partial(loaded.session.forward_backward, request, rows, loss))
+        return await self._trained(request, partial(loaded.session.forward_backward, request, rows, loss))
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: grpc.aio.ServicerContext) -> pb.OptimStepResponse:
         """Do a step with the gradients that wait."""
         loaded, settings = self._open(), optimizer_from_proto(request.optimizer)
-        return await self._worker.run(partial(loaded.session.optim_step, request, settings))
+        return await self._trained(request, partial(loaded.session.optim_step, request, settings))
 
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         """Do a batch and its step, or neither."""
         loaded, loss = self._open(), loss_from_proto(request.loss)
         settings = optimizer_from_proto(request.optimizer)
         rows = await self._off_loop(partial(loaded.reader.read, request.batch))
-        return await self._worker.run(partial(loaded.session.step, request, rows, loss, settings))
+        return await self._trained(request, partial(loaded.session.step, request, rows, loss, settings))
 
     async def ZeroGradients(
         self, request: pb.ZeroGradientsRequest, context: grpc.aio.ServicerContext
@@ -123,6 +126,12 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         num_past = request.num_past if request.HasField("num_past") else None
         async for metrics in self._metrics.follow(num_past, past_only=request.past_only):
             yield metrics_to_proto(metrics)
+
+    async def _trained(self, request: Message, call: Callable[[], _Response]) -> _Response:
+        """Run a call on the trainer's thread, and let the log have its figures."""
+        response = await self._worker.run(call)
+        current_call().figures = figures_of(request, response)
+        return response
 
     async def _off_loop(self, function: Callable[[], _T]) -> _T:
         return await run_off_loop(self._executor, function)

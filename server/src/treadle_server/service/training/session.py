@@ -25,9 +25,13 @@ _Response = TypeVar("_Response", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the training stands after a call; made anew after each, so that any thread can look at it."""
+    """Where the training stands after a call; made anew after each, so that any thread can look at it.
+
+    `kept_step` is the newest step that was saved, published or loaded.
+    """
 
     step: int = 0
+    kept_step: int = 0
     num_waiting_batches: int = 0
     next_number: int = 1
 
@@ -49,7 +53,8 @@ class TrainingSession:
         self._calls = CallLog()
         self._tally = BatchTally()
         self._broken: str | None = None
-        self.progress = Progress(trainer.step)
+        self._kept_step = trainer.step
+        self.progress = Progress(trainer.step, trainer.step)
 
     def resume(self, name: str) -> None:
         """Go on from a checkpoint, sequence numbers included."""
@@ -131,6 +136,7 @@ class TrainingSession:
         calls = self._calls.after(request, response)
         self._trainer.save(folder, files=calls.files())
         self._calls = calls
+        self._kept_step = self._trainer.step
         self._note_progress()
         return response
 
@@ -156,6 +162,7 @@ class TrainingSession:
         def run() -> pb.PublishWeightsResponse:
             expected = request.expected_version if request.HasField("expected_version") else None
             publication = self._publisher.publish(self._trainer, label=request.label, expected_version=expected)
+            self._kept_step = self._trainer.step
             return pb.PublishWeightsResponse(publication=publication)
 
         return self._numbered(request, pb.PublishWeightsResponse, run)
@@ -220,9 +227,11 @@ class TrainingSession:
             else:
                 self._trainer.load_weights(folder)
         self._calls, self._tally, self._broken = calls, BatchTally(), None
+        self._kept_step = self._trainer.step
 
     def _note_progress(self) -> None:
-        self.progress = Progress(self._trainer.step, self._tally.num_batches, self._calls.next_number)
+        step, next_number = self._trainer.step, self._calls.next_number
+        self.progress = Progress(step, self._kept_step, self._tally.num_batches, next_number)
 
 
 @contextmanager
