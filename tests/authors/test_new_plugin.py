@@ -60,12 +60,12 @@ def test_its_tests_pass_offline(project: Path):
 
 
 def test_it_installs_offline_and_is_found(project: Path, tmp_path: Path):
-    """Once installed it is a plugin of treadle, active and sound, and its stage can be named."""
+    """Once installed it is a plugin of treadle that passes the check, and its stage can be named."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", tmp_path]
     run(*pip, project)
     found = json.loads(run(*TREADLE, "plugins", "--check", "--json", env={"PYTHONPATH": str(tmp_path)}))
     (mine,) = (plugin for plugin in found if plugin["name"] == "night_owl")
-    assert (mine["distribution"], mine["status"], mine["stages"]) == ("treadle-night-owl", "active", ["night_owl"])
+    assert (mine["distribution"], mine["status"], mine["stages"]) == ("treadle-night-owl", "passed", ["night_owl"])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_check_tells_what_is_wrong(tmp_path: Path):
     found = {p["name"]: p for p in json.loads(run(*TREADLE, "plugins", "--check", *options, status=1))}
     assert found["unsound"]["status"] == "failed"
     assert "returned NaN" in found["unsound"]["reason"]
-    assert found["samplers"]["status"] == "active"
+    assert found["samplers"]["status"] == "active"  # treadle's own tests have checked it
     listed = {p["name"]: p for p in json.loads(run(*TREADLE, "plugins", *options))}
     assert listed["unsound"]["status"] == "active"
 

@@ -104,10 +104,27 @@ def test_wrong_options_are_named(treadle: Run, target: str, options: list[str], 
 
 
 @pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("127.0.0.1:74333", "the port must be 1 to 65535, got '74333'"),
+        ("http://127.0.0.1:7433", "expected HOST:PORT, without http://"),
+    ],
+)
+def test_a_target_that_is_none_is_refused(treadle: Run, target: str, message: str) -> None:
+    """It exits with 2 before anything is sent."""
+    assert message in treadle("generate", "the", "--target", target, status=2).stderr
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["-m", "nope"], ["nope"]),
-        (["--target", "127.0.0.1:1"], ["no server answers at 127.0.0.1:1 (connection refused)", "start one with `treadle serve MODEL`"]),
+        (["-m", "storis"], ["did you mean 'stories'?"]),
+        (["-m", "./nope"], ["there is no such folder: './nope'"]),
+        (
+            ["--target", "127.0.0.1:1"],
+            ["no server answers at 127.0.0.1:1 (connection refused); start one with"],
+        ),
         (["-m", "{tiny}", "--no-plugin", "nope"], ["nope", "samplers"]),
         (["--dtype", "int8"], ["dtype", "int8"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from treadle_server.cli.output import write_table
 
 Run = Callable[..., Any]  # the fixture `treadle`
 
@@ -81,6 +83,25 @@ def test_a_reason_of_several_lines_stays_in_its_cell(treadle: Run, tmp_path: Pat
     assert "\x1b" not in cells[-1]
 
 
+def test_a_narrow_terminal_breaks_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a table for 80 columns only the last column's words may be cut."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")  # no escapes
+    names = ["repetition_penalty,", "frequency_penalty,", "top_k"]
+    row = ["samplers", "treadle-samplers", "0.1.0", "not installed", " ".join(names) + " "]
+    reasons = ["", "it needs treadle-samplers[grammar]"]
+    columns = ["plugin", "distribution", "version", "status", "brings", "reason"]
+    for reason in reasons:
+        write_table(columns, [[*row[:4], row[4] * 9, reason], [*row, reason]])
+    words = screen.getvalue().split()
+    assert "…" not in screen.getvalue()
+    assert {"samplers", "treadle-samplers", "0.1.0", *names} <= {*words}
+    assert max(map(len, screen.getvalue().splitlines())) <= 80
+
+
 def test_what_target_means_is_told(treadle: Run) -> None:
     """For lists, no server runs without --target, and the help says so."""
     for command in ("models", "plugins"):
@@ -94,6 +115,7 @@ def test_a_server_lists_its_plugins(treadle: Run, target: str) -> None:
     listed = json.loads(treadle("plugins", "--target", target, "--json").stdout)
     found = {plugin["name"]: plugin["status"] for plugin in listed}
     assert found["samplers"] == found["slow"] == "active"
+    assert "cross_entropy" in {loss for plugin in listed for loss in plugin["losses"]}
     assert "--target" in treadle("plugins", "--target", target, "--plugin-dir", ".", status=2).stderr
 
 

@@ -159,7 +159,9 @@ def assert_fails(treadle: Run, words: list[str], *arguments: str | Path) -> None
 
 def test_a_taken_port_is_named(treadle: Run, tiny_folder: Path, target: str) -> None:
     """A second server on the same port says that the address is in use."""
-    assert_fails(treadle, [target, "in use"], tiny_folder, "--port", target.rpartition(":")[2])
+    assert_fails(
+        treadle, [target, "in use; choose another with --port"], tiny_folder, "--port", target.rpartition(":")[2]
+    )
 
 
 def test_models_that_cannot_be_served_are_named(treadle: Run, tiny_folder: Path, tmp_path: Path) -> None:

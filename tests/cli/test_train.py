@@ -59,6 +59,30 @@ def test_it_trains_a_model_that_generates(treadle: Run, tiny_folder: Path, data:
     treadle("generate", "The cat", "-m", out, "--max-tokens", "2")
 
 
+def test_it_says_what_next(treadle: Run, tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    """The last line of stderr generates with the model, or with the adapter and the model that it is for."""
+    one, two = tmp_path / "a b", tmp_path / "lora"
+    done = treadle("train", data, "-m", tiny_folder, "-o", one, *FEW_STEPS)
+    assert done.stderr.splitlines()[-1] == f"try: treadle generate PROMPT --model '{one}'"
+    done = treadle("train", data, "-m", tiny_folder, "-o", two, *FEW_STEPS, "--lora-rank", "2")
+    assert done.stderr.splitlines()[-1] == f"try: treadle generate PROMPT --model {tiny_folder} --adapter {two}"
+    words = ["is a LoRA adapter: use --model", str(tiny_folder), f"--adapter {two}"]
+    refused = treadle("generate", "The cat", "--model", two, status=1).stderr
+    assert [word for word in words if word not in refused] == []
+
+
+def test_plugins_are_taken_from_a_folder(treadle: Run, tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    """One that does not load is named with its reason, and left out where it is told to be."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "broken.py").write_text("import nothing_of_this_name\n")
+    options = ("-m", tiny_folder, *FEW_STEPS, "--plugin-dir", tmp_path / "mine")
+    done = treadle("train", data, "-o", tmp_path / "one", *options)
+    assert "plugin broken is not active: " in done.stderr
+    done = treadle("train", data, "-o", tmp_path / "two", *options, "--no-plugin", "broken", "--json")
+    assert "broken" not in done.stderr
+    assert "try:" not in done.stderr
+
+
 def test_json_has_the_final_figures(treadle: Run, tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     """--json writes one line with what came of the run; settings come from the file, options win."""
     (tmp_path / "train.toml").write_text('steps = 2\nlr = 1e-3\noptimizer = "sgd"\n')
@@ -146,6 +170,7 @@ def test_a_terminal_gets_a_bar(tiny_folder: Path, data: Path, tmp_path: Path) ->
         (["--lr", "-1", "--label-smoothing", "2"], ["lr", "greater than or equal to 0, got -1", "label_smoothing"]),
         (["--steps", "3", "--epochs", "3"], ["steps and epochs"]),
         (["--optimizer", "adam"], ["optimizer", "adamw", "'adam'"]),
+        (["--lr", "fast"], ["--lr", "'fast'"]),
         (["--momentum", "0.5"], ["momentum", "adamw"]),
         (["--frozen", "nothing.*"], ["frozen", "'nothing.*'"]),
         (["--resume"], ["--resume", "neither"]),

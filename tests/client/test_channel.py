@@ -2,13 +2,23 @@
 
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from treadle_client import AsyncClient, Client, InvalidArgumentError, TlsOptions, UnavailableError
+from treadle_client import (
+    AsyncClient,
+    Client,
+    InvalidArgumentError,
+    TlsOptions,
+    TrainingClient,
+    UnavailableError,
+    UnimplementedError,
+)
 from treadle_client._channel import is_loopback
+from treadle_client._peer import checked_target
 
 
 @pytest.mark.parametrize(
@@ -137,3 +147,77 @@ def test_a_server_with_another_name_is_not_trusted(tls_server: Any, certificate:
     tls = TlsOptions(root_certificates=chain, certificate_chain=chain, private_key=key)
     with Client(tls_server.target, tls=tls, retries=0) as client, pytest.raises(UnavailableError):
         client.server_info()
+
+
+@pytest.mark.parametrize(
+    ("target", "with_port"),
+    [
+        ("localhost", "localhost:7433"),
+        ("::1", "[::1]:7433"),
+        ("[::1]", "[::1]:7433"),
+        ("[::1]:9", "[::1]:9"),
+        ("example.org:65535", "example.org:65535"),
+        ("unix:/run/x", "unix:/run/x"),
+        ("dns:///example.org:1", "dns:///example.org:1"),
+        ("ipv4:127.0.0.1:1,10.0.0.1:1", "ipv4:127.0.0.1:1,10.0.0.1:1"),
+    ],
+)
+def test_a_target_without_a_port_has_the_usual_one(target: str, with_port: str) -> None:
+    """Other ways in which gRPC names a server stay as they are."""
+    assert checked_target(target, 7433) == with_port
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        *((f"127.0.0.1:{port}", "port must be 1 to 65535") for port in ("74333", "0", "65536", "-1", "x", "9" * 5000)),
+        ("127.0.0.1:", "the port is missing"),
+        ("http://127.0.0.1:7433", "HOST:PORT, without http://"),
+        ("HTTPS://example.org", "HOST:PORT, without HTTPS://"),
+        (" ", "host:port"),
+    ],
+)
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_a_target_that_is_none_is_refused(cls: type, target: str, message: str) -> None:
+    """A port would be taken modulo 65536, and a URL be looked up as a host's name."""
+    with pytest.raises(InvalidArgumentError, match=message):
+        cls(target)
+
+
+def test_nobody_there_is_said_in_words() -> None:
+    """The error names the target and the cause, not gRPC's inner workings, and has no second traceback."""
+    with Client("127.0.0.1:9", retries=0) as client, pytest.raises(UnavailableError) as caught:
+        client.generate("a")
+    assert str(caught.value) == "no server answers at 127.0.0.1:9 (connection refused)"
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "closed the connection"),
+        ({"tls": TlsOptions()}, "its certificate is not trusted"),
+        ({"tls": TlsOptions(server_name="example.org")}, "its certificate"),
+    ],
+)
+def test_tls_that_fails_is_said_in_words(tls_server: Any, options: dict[str, Any], message: str) -> None:
+    """Each cause has its own words."""
+    with Client(tls_server.target, retries=0, **options) as client, pytest.raises(UnavailableError, match=message):
+        client.generate("a")
+
+
+def test_the_port_of_the_other_kind_is_guessed() -> None:
+    """A server that lacks the whole service may be a trainer, and the other way round."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with Client(f"127.0.0.1:{port}") as client, pytest.raises(UnimplementedError, match="may be a trainer's port"):
+            client.server_info()
+        with (
+            TrainingClient(f"127.0.0.1:{port}") as client,
+            pytest.raises(UnimplementedError, match="does not offer TrainingService: it may be an inference server's"),
+        ):
+            client.training_state()
+    finally:
+        server.stop(0)

@@ -127,11 +127,11 @@ def test_samplers(client: Client, script: Any) -> None:
     """Stages and plugins come back with short names for kinds and statuses."""
     script.replies["ListSamplers"] = sampler_pb2.ListSamplersResponse(
         samplers=[sampler_pb2.Sampler(name="top_k", kind=sampler_pb2.SAMPLER_KIND_FILTER)],
-        plugins=[sampler_pb2.Plugin(name="p", status=sampler_pb2.PLUGIN_STATUS_FAILED, reason="no", stages=["s"])],
+        plugins=[sampler_pb2.Plugin(name="p", status="PLUGIN_STATUS_NOT_INSTALLED", reason="no", losses=["l"])],
     )
     listing = client.list_samplers()
     assert listing.samplers[0].kind == "filter"
-    assert (listing.plugins[0].status, listing.plugins[0].stages) == ("failed", ("s",))
+    assert (listing.plugins[0].status, listing.plugins[0].losses) == ("not_installed", ("l",))
 
 
 def test_server_info_and_load(client: Client, script: Any) -> None:

@@ -41,9 +41,13 @@ class Batched(Slow):
         raise RuntimeError("not today")
 
 
-def sample(monitor: StageMonitor, stage: type[Stage], first: float = 1.0, num_rows: int = 1) -> list[object]:
+def sample(
+    monitor: StageMonitor, stage: type[Stage], first: float = 1.0, num_rows: int = 1, built_in: bool = False
+) -> list[object]:
     """Outcomes of rows through the stage, then greedy."""
-    entries = [StageEntry(cls=cls, plugin="p", distribution="d", version="1") for cls in (stage, Greedy)]
+    entries = [
+        StageEntry(cls=cls, plugin="p", distribution="d", version="1", built_in=built_in) for cls in (stage, Greedy)
+    ]
     stages = [StageSpec(cls.name) for cls in (stage, Greedy)]
     chain = SamplingChain.resolve(
         StageRegistry(entries), explicit={}, defaults={}, stages=stages, model_info=bare_model_info(3)
@@ -71,7 +75,15 @@ def test_slow_calls_are_logged_once_a_minute(monkeypatch, caplog: pytest.LogCapt
             sample(monitor, Slow)
     assert len(caplog.records) == 2
     assert "stage slow of plugin p took 0.02" in caplog.messages[0]
+    assert "exceeded once" in caplog.messages[0]
     assert "exceeded 4 times" in caplog.messages[1]
+
+
+def test_a_slow_built_in_stage_is_no_warning(caplog: pytest.LogCaptureFixture):
+    """Nobody who generates text can mend it."""
+    with caplog.at_level(logging.INFO):
+        sample(StageMonitor(0.01), Slow, built_in=True)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 def test_nothing_is_slow_without_a_limit():

@@ -199,10 +199,10 @@ def test_deadline_ends_the_work(client: Client) -> None:
 
 
 def test_non_finite_logits_fail_that_request(client: Client) -> None:
-    """A model that overflows gives INTERNAL and says why, in generation and in scoring."""
-    with pytest.raises(ServerInternalError, match="logit"):
+    """A model that overflows gives INTERNAL and says why and whose weights, in generation and in scoring."""
+    with pytest.raises(ServerInternalError, match=r"logit.*\(model 'overflowing', weight version 1\)"):
         client.generate([5, 6], model="overflowing", max_tokens=3)
-    with pytest.raises(ServerInternalError, match="not finite"):
+    with pytest.raises(ServerInternalError, match=r"not finite \(model 'overflowing', weight version 1\)"):
         client.score([5, 6], model="overflowing")
 
 

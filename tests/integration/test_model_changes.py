@@ -25,6 +25,7 @@ from treadle_client import (
 )
 from treadle_server.checkpoints.safetensors_io import write_safetensors
 from treadle_server.config import ServerConfig
+from treadle_server.service import model_changes
 from treadle_server.service.embedded import embedded_server
 
 KNOBS = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "token_ids": True}
@@ -158,9 +159,11 @@ def test_bundled_and_stored_models_need_no_root(serve: Callable[..., object]) ->
     with serve() as client:
         assert client.load_model("cat-mouse").name == "cat-mouse"
         assert client.generate([1], model="cat-mouse", max_tokens=2).choices
-        for source in ("nope", "../tiny", "", "~"):
+        for source in ("nope", "", "~"):
             with pytest.raises(NotFoundError, match="cat-mouse"):
                 client.load_model(source)
+        with pytest.raises(InvalidArgumentError, match="absolute path"):
+            client.load_model("../tiny")
 
 
 def test_without_roots_no_folder_is_taken(serve: Callable[..., object], root: Path) -> None:
@@ -194,12 +197,19 @@ def test_folders_outside_the_roots_are_refused(client: Client, root: Path) -> No
     assert client.update_weights(root / "inner") == 2
 
 
-def test_wrong_paths_and_names_are_refused_by_field(client: Client, root: Path) -> None:
-    """Relative, empty and impossible paths, absent folders, and names that are none each get their own error."""
+def test_wrong_paths_and_names_are_refused_by_field(
+    client: Client, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Relative, empty and impossible paths, absent folders, and names that are none each get their own error.
+
+    The log has no warning of them: their own lines say it.
+    """
     for path in ("second", "", "a\0b", "/\0"):
         with pytest.raises(InvalidArgumentError, match="path: must be the absolute path"):
             client.update_weights(path)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(InvalidArgumentError, match="source: must be an absolute path of a folder, or a stored model"):
+        client.load_model("./second", name="x")
+    with pytest.raises(NotFoundError, match="there is no such folder"):
         client.update_weights(root / "absent")
     with pytest.raises(NotFoundError):
         client.load_adapter("a", root / "adapter" / "adapter_config.json")
@@ -212,6 +222,7 @@ def test_wrong_paths_and_names_are_refused_by_field(client: Client, root: Path) 
             call("nope")
     with pytest.raises(NotFoundError):
         client.unload_model("")
+    assert not [record for record in caplog.records if record.name == model_changes.__name__]
 
 
 def test_unloading_lets_requests_finish(client: Client) -> None:

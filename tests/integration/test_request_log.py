@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -129,11 +130,22 @@ def record(message: str, **extra: object) -> logging.LogRecord:
     return STARTED.makeRecord(STARTED.name, logging.WARNING, __file__, 1, message, (), None, extra=extra)
 
 
+def test_times_carry_the_zone() -> None:
+    """A line for people has the local time with its offset, as that of JSON has Z."""
+    line = TextFormatter("%(asctime)s %(message)s").format(record("slow"))
+    time_of_day, zone = re.fullmatch(r"\d{4}-\d\d-\d\d (\S{12})([+-]\d\d:\d\d) slow", line).groups()
+    assert time_of_day[8] == "."
+    assert zone
+
+
 def test_formatters_name_the_request_once() -> None:
     """A line that names its request itself does not get the id again; JSON has it in a field of its own."""
     text = TextFormatter("%(levelname)s %(message)s")
     assert text.format(record("slow", request_id="7f")) == "WARNING slow request_id=7f"
     assert text.format(record("slow request_id=7f", request_id="7f")) == "WARNING slow request_id=7f"
     assert text.format(record("slow", request_id="")) == "WARNING slow"
+    told = record("Get OK: client=web", facts={"client": "web"}, summary="Get OK")
+    assert text.format(told) == "WARNING Get OK: client=web"
+    assert json.loads(JsonFormatter().format(told))["message"] == "Get OK"
     line = json.loads(JsonFormatter().format(record("two\nlines", request_id="7f", facts={"code": "OK"})))
     assert (line["message"], line["request_id"], line["code"], line["level"]) == ("two\nlines", "7f", "OK", "warning")

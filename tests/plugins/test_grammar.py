@@ -233,4 +233,5 @@ def test_a_missing_extra_is_no_fault_of_a_plugin(built_in):
         raise MissingExtraError("pip install 'other[fast]'")
 
     manager = PluginManager([built_in, PluginSource("other", "other", "1", load)], strict=True)
-    assert [plugin.reason for plugin in manager.plugins if plugin.status == "not installed"] == ["pip install 'other[fast]'"]
+    lacking = [plugin.reason for plugin in manager.plugins if plugin.status == "not installed"]
+    assert lacking == ["pip install 'other[fast]'"]

@@ -50,6 +50,36 @@ def test_it_says_what_it_is(process: Run, tiny_folder: Path) -> None:
             assert SERVICE in {service.name for service in next(listed).list_services_response.service}
 
 
+def test_its_log_has_the_figures_and_the_steps_that_nothing_kept(
+    process: Run, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A line of each training call says what came of it; at the end one names the steps after the last save."""
+    options = ("--checkpoint-root", tmp_path, "--log-format", "json")
+    with (
+        process("trainer", tiny_folder, *options) as (started, told),
+        TrainingClient(told["address"], retries=0, timeout_s=30) as client,
+    ):
+        done = client.step(IDS, lr=0.01)
+        client.save_checkpoint("a")
+        client.compute_loss(IDS)
+        client.forward_backward(IDS)
+        client.optim_step(lr=0.5)
+        client.step(IDS, lr=0.01)
+        started.terminate()
+        lines = [json.loads(line) for line in started.communicate()[1].decode().splitlines()]
+    calls = {line["method"].partition("/")[2]: line for line in reversed(lines) if "method" in line}
+    figures = ("step", "loss", "grad_norm", "lr", "num_tokens")
+    step = [calls["Step"].get(name) for name in figures]
+    assert step == [1, done.loss, done.grad_norm, 0.01, done.result.num_tokens]
+    has = {name: {figure for figure in figures if figure in calls[name]} for name in calls}
+    assert has["ComputeLoss"] == {"loss", "num_tokens"}
+    assert has["ForwardBackward"] == {"loss", "num_tokens", "grad_norm"}
+    assert has["OptimStep"] == {"step", "grad_norm", "lr"}
+    assert calls["Step"]["message"] == "TrainingService/Step OK"
+    warnings = [line["message"] for line in lines if line["level"] == "warning"]
+    assert warnings == ["steps 2-3 were kept nowhere"]
+
+
 def test_a_signal_drains_it(process: Run, tiny_folder: Path, tmp_path: Path) -> None:
     """Streams of metrics end, later calls are refused, and the process exits with 0."""
     with (
@@ -181,12 +211,22 @@ def child_of(pid: int) -> int:
     [
         (["--trainer-port", "0"], "--with-trainer"),
         (["again={tiny}", "--with-trainer"], "only model"),
+        (["--with-trainer", "--token-file", "{tokens}"], "TREADLE_TOKEN, or its file into --trainer-option"),
+        (["--with-trainer", "--tls-cert", "{tokens}", "--tls-key", "{tokens}"], "--server-tls-ca FILE --publish-root"),
+        (["--model-root", "{tokens}/nowhere"], "is not a folder"),
+        (["--port", "99999"], "╯"),
         (["--with-trainer", "--trainer-option=--dtype=int8", "--trainer-port", "0"], "did not start"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tiny_folder: Path, arguments: list[str], word: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], word: str
+) -> None:
     """With one line that says why, after the trainer's own where it is the trainer's."""
-    given = [argument.replace("{tiny}", str(tiny_folder)) for argument in arguments]
+    monkeypatch.delenv("TREADLE_TOKEN", raising=False)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"admin {'a' * 32}\n")
+    tokens.chmod(0o600)
+    given = [argument.replace("{tiny}", str(tiny_folder)).replace("{tokens}", str(tokens)) for argument in arguments]
     command = [sys.executable, "-m", "treadle_server.cli", "serve", f"tiny={tiny_folder}", "--port", "0", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0

@@ -139,6 +139,17 @@ def test_without_a_server_nothing_is_published(training: Run, tiny_folder: Path)
         refused(client, ConflictError, "PUBLISH_REFUSED", "--server")
 
 
+def test_weights_that_compute_no_numbers_are_not_published(publishing: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    """A huge rate leaves finite weights whose pass overflows: the server keeps what it serves."""
+    with publishing() as client:
+        client.step(IDS, lr=1e30)
+        with pytest.raises(ConflictError, match="logits are not finite after step 1: nothing was published") as caught:
+            client.publish_weights()
+        assert caught.value.reason == "TRAINING_REFUSED"
+        assert client.training_state().published is None
+    assert not any((tmp_path / "published").glob("step-*"))
+
+
 def test_an_absent_server_is_named(publishing: Run, tmp_path: Path) -> None:
     """Nothing listens there."""
     with publishing(target={"address": "127.0.0.1:1"}) as client:

@@ -34,6 +34,7 @@ The `service` package is the only place that turns these into gRPC statuses.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,13 +74,19 @@ class ConfigError(TreadleError):
 
 
 class ModelNotFoundError(TreadleError):
-    """Raised when no model has the given name. The message lists the names that exist."""
+    """Raised when no model has the given name. The message lists the names that exist, or says there is no folder."""
 
-    def __init__(self, name: str, known: Iterable[str] = ()) -> None:
+    def __init__(self, name: str, known: Iterable[str] = (), *, is_folder: bool = False) -> None:
         self.name = name
+        super().__init__(f"there is no such folder: {name!r:.500}" if is_folder else self._described(name, known))
+
+    @staticmethod
+    def _described(name: str, known: Iterable[str]) -> str:
         known = sorted(known)
         listing = f"known models: {', '.join(known)}" if known else "no models are known"
-        super().__init__(f"there is no model {name!r}; {listing}")
+        close = difflib.get_close_matches(name.lower()[:200], known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return f"there is no model {name!r}; {hint}{listing}"
 
 
 class AdapterNotFoundError(TreadleError):

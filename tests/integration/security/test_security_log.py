@@ -7,10 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 SECRET = "s3cret-0123456789abcdef"
 WRONG = "wr0ng-0123456789abcdef"
+LOAD = "/treadle_protos.v1.ModelService/LoadModel"
 LIST = "/treadle_protos.v1.ModelService/ListModels"
+
+
+def test_it_says_who_was_refused(serve: Any, tmp_path: Path, replace_file: Any) -> None:
+    """Who lacks the role by name and role, who has no token by address; the start says how many tokens there are."""
+    token_file = replace_file(tmp_path / "tokens", f"web user {SECRET}\n")
+    with serve("--token-file", token_file) as server, grpc.insecure_channel(server.target) as channel:
+        for metadata in ([("authorization", f"Bearer {SECRET}")], []):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(LOAD)(b"", metadata=metadata, timeout=10)
+        server.wait_for_log("UNAUTHENTICATED")
+        (denied, unknown) = (line for line in server.log().splitlines() if "ModelService/LoadModel" in line)
+        assert f"listening on {server.target} with plain text and 1 token\n" in server.log()
+    assert "PERMISSION_DENIED" in denied
+    assert " client=web role=user " in denied
+    assert " client=127.0.0.1 " in unknown
+    assert "role=" not in unknown
 
 
 def test_no_secret_comes_into_the_log(pki: Any, serve: Any, tmp_path: Path, replace_file: Any) -> None:

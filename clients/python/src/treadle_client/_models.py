@@ -219,7 +219,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A plugin of the server: `status` is `active`, `blocked`, `not_installed` or `failed`, the last two with a reason."""
+    """A plugin; its `status` is `active`, `blocked`, `not_installed` or `failed`, all but the first with the reason."""
 
     name: str
     distribution: str

@@ -28,11 +28,14 @@ import platformdirs
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from treadle_server.checkpoints.adapter_config import CONFIG_NAME as ADAPTER_CONFIG
+from treadle_server.checkpoints.config_file import read_json_object
 from treadle_server.checkpoints.progress import Progress, Reporter
 from treadle_server.checkpoints.safetensors_io import SafetensorsFile
 from treadle_server.errors import CheckpointError, ImportSourceError, ModelNotFoundError
 
 MANIFEST_FILE = "treadle.json"
+_PATH_STARTS = ("./", "../", "/")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9_-]|\.(?!\.)){0,95}")
 _HASH_BLOCK_BYTES = 1 << 20
 
@@ -114,8 +117,12 @@ class ModelStore:
         try:
             return self.resolve_name(name_or_path)
         except ModelNotFoundError:
+            if path is None and name_or_path.startswith(_PATH_STARTS):
+                raise ModelNotFoundError(name_or_path, is_folder=True) from None
             if path is None:
                 raise
+        if (path / ADAPTER_CONFIG).is_file():
+            raise CheckpointError(f"{path}: is a LoRA adapter: use --model {_base_of(path)} --adapter {path}")
         raise CheckpointError(
             f"{path}: is not a Hugging Face folder (it has no config.json); a GGUF file must be pulled first"
         )
@@ -226,6 +233,15 @@ def _existing_path(text: str) -> Path | None:
         return path if text and path.exists() else None
     except (OSError, ValueError, RuntimeError):  # what no path can be, such as a whole page of text or ~nobody
         return None
+
+
+def _base_of(adapter: Path) -> str:
+    """Return the model that an adapter is for, as its files name it; BASE where they do not."""
+    try:
+        base = read_json_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except CheckpointError:
+        return "BASE"
+    return base if isinstance(base, str) and base else "BASE"
 
 
 def _read_model(folder: Path) -> StoredModel | None:

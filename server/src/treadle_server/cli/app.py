@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from treadle_server.cli.chat import chat
-from treadle_server.cli.command import prepare
+from treadle_server.cli.command import Command, prepare
 from treadle_server.cli.explain import explain
 from treadle_server.cli.failure import reported_failures
 from treadle_server.cli.generate import generate
@@ -41,7 +41,7 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_options)
     for command in (generate, chat, explain, serve, train, trainer, models, pull, plugins, new_plugin):
-        app.command()(prepare(command))
+        app.command(cls=Command)(prepare(command))
     return app
 
 

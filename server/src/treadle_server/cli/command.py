@@ -7,6 +7,23 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import typer
+from typer.core import TyperCommand
+
+
+class Command(TyperCommand):
+    """A command whose errors about an option tell the value that was given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments, as every command does."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            errors = getattr(error.__cause__, "errors", None)  # pydantic's, which knows the value
+            if errors is not None:
+                error.message = f"{error.message.removesuffix('.')}, got {errors()[0]['input']!r:.200}"
+            raise
+
 
 def prepare(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command for typer.

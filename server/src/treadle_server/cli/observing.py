@@ -49,7 +49,9 @@ class ObservingFlags:
 
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of Prometheus metrics (none); 0 takes a free one.", rich_help_panel=_OBSERVING),
+        typer.Option(
+            min=0, max=65535, help="Port of Prometheus metrics (none); 0 takes a free one.", rich_help_panel=_OBSERVING
+        ),
     ] = None
     otlp_endpoint: Annotated[
         str | None,

@@ -13,7 +13,6 @@ from typing import Any
 from treadle_server.cli.failure import writing_stdout
 from treadle_server.cli.streams import without_controls
 
-
 _LONG_WORD, _NARROWEST = 28, 12  # characters of a column
 
 
@@ -62,13 +61,12 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not sys.stdout.isatty():
         write("".join("\t".join(row) + "\n" for row in rows))
         return
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column, width in zip(columns, _widths([columns, *rows], console.width), strict=True):
         table.add_column(column, width=width)
     for row in rows:
@@ -78,16 +76,18 @@ def write_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _widths(rows: Sequence[Sequence[str]], total: int) -> list[int]:
-    """Return a width for each column: words stay whole, those of the last column and very long ones if they can.
+    """Return a width for each column: words stay whole, but very long ones, and those of the last column.
 
-    What is left goes to the columns that want most, a character at a time; one separates columns.
+    What is left goes to the columns that want most, a character at a time; one follows each column.
     """
+    from rich.cells import cell_len
+
     cells = list(zip(*rows, strict=True))
     wanted = [max(map(cell_len, column)) for column in cells]
-    widths = [min(_LONG_WORD, max(cell_len(word) for cell in column for word in [*cell.split(), ""])) for column in cells]
-    left = total - (len(widths) - 1) - sum(widths)
-    widths[-1] = max(_NARROWEST, widths[-1] + min(left, 0))
-    for _ in range(max(left, 0)):
+    words = [[cell_len(word) for cell in column for word in cell.split()] for column in cells]
+    widths = [min(_LONG_WORD, max(lengths, default=0)) for lengths in words]
+    widths[-1] = min(_NARROWEST, widths[-1])
+    for _ in range(total - len(widths) - sum(widths)):
         index = max(range(len(widths)), key=lambda i: wanted[i] - widths[i])
         widths[index] += wanted[index] > widths[index]
     return widths

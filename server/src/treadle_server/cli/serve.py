@@ -66,7 +66,9 @@ def serve(
     observing: ObservingFlags,
     trainer: WithTrainerFlags,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on (7433); 0 takes a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on (7433); 0 takes a free one.")
+    ] = None,
     model_root: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Folder under which RPCs may name models, weights and adapters; repeatable."),
@@ -93,9 +95,18 @@ def serve(
     given |= {"model_roots": model_root or None, "adapters": find_adapters(adapter or (), sources) or None}
     settings = load_config(config, {"host": host, "port": port, **server.settings(), **security.settings(), **given})
     check_adapters(settings, sources)
+    _check_roots(settings.model_roots)
     trainer.check(settings, sources[0].folder if len(sources) == 1 else None)
     alike = [*observing.arguments_of_another(), *(trainer.trainer_option or ())]
     asyncio.run(_serve_beside(replace(trainer, trainer_option=alike), settings, sources, as_json=as_json))
+
+
+def _check_roots(roots: Sequence[Path]) -> None:
+    from treadle_server.errors import ConfigError
+
+    for root in roots:
+        if not root.is_dir():
+            raise ConfigError(f"--model-root {root} is not a folder; create it first")
 
 
 async def _serve_beside(

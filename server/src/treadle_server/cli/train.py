@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from treadle_server.cli.failure import WRONG_USE, CommandFailedError, wrong_use
-from treadle_server.cli.options import Json, given_fields
+from treadle_server.cli.options import Json, NoPlugins, PluginDirs, given_fields
 from treadle_server.cli.output import write_foreign, write_json
 from treadle_server.cli.progress import spinner
 from treadle_server.cli.train_display import show_remark, showing
 
 if TYPE_CHECKING:
+    from treadle_server.plugins import PluginManager
     from treadle_server.training.run import TrainingRun
     from treadle_server.training.run_events import RunResult
 
@@ -160,6 +161,8 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out from its newest checkpoint.")
     ] = False,
+    plugin_dir: PluginDirs = None,
+    no_plugin: NoPlugins = None,
     as_json: Json = False,
 ) -> None:
     """Train a model on text, JSONL or Parquet files, and write a model folder that `treadle generate -m` takes.
@@ -169,19 +172,54 @@ def train(
     if out is None:
         raise wrong_use("--out FOLDER is needed: where the better model goes")
     with _refusals(), spinner("reading the model and the data"):
-        run = _prepare(model, data or [], out, config, given_fields(flags), resume=resume)
+        plugins = _load_plugins(plugin_dir or [], no_plugin or [])
+        run = _prepare(model, data or [], out, config, given_fields(flags), plugins, resume=resume)
     with showing() as report, _ended_by_signals(run) as received, _refusals():
         result = run.run(report)
     _show(result, as_json=as_json)
     if result.status == "interrupted":
-        show_remark(
-            f"stopped after step {result.step}; go on with: treadle train --resume --out {shlex.quote(str(out))}"
-        )
+        again = shlex.join(["treadle", "train", "--resume", "--out", str(out), *_plugin_options(plugin_dir, no_plugin)])
+        show_remark(f"stopped after step {result.step}; go on with: {again}")
         raise CommandFailedError([], 128 + received[0])
+    if not as_json:
+        show_remark(f"try: {_try_out(run, out)}")
+
+
+def _try_out(run: TrainingRun, out: Path) -> str:
+    """Return the command line that generates with what was trained."""
+    folder = shlex.quote(str(out))
+    if run.config.lora() is None:
+        return f"treadle generate PROMPT --model {folder}"
+    return f"treadle generate PROMPT --model {shlex.quote(run.model)} --adapter {folder}"
+
+
+def _plugin_options(folders: list[Path] | None, blocked: list[str] | None) -> list[str]:
+    """Return the options that have the same plugins again."""
+    given = [("--plugin-dir", str(folder)) for folder in folders or ()]
+    given += [("--no-plugin", name) for name in blocked or ()]
+    return [word for pair in given for word in pair]
+
+
+def _load_plugins(folders: list[Path], blocked: list[str]) -> PluginManager:
+    """Load the plugins, and say which are not active and why."""
+    from treadle_server.plugins import PluginManager
+
+    manager = PluginManager.load(folders, blocked=blocked)
+    for plugin in manager.plugins:
+        if plugin.is_faulty:
+            show_remark(f"plugin {plugin.name} is not active: {plugin.reason}")
+    return manager
 
 
 def _prepare(
-    model: str | None, data: list[Path], out: Path, config: Path | None, given: dict[str, Any], *, resume: bool
+    model: str | None,
+    data: list[Path],
+    out: Path,
+    config: Path | None,
+    given: dict[str, Any],
+    plugins: PluginManager,
+    *,
+    resume: bool,
 ) -> TrainingRun:
     from treadle_server.training.run import TrainingRun
     from treadle_server.training.train_config import read_settings, train_config
@@ -190,10 +228,10 @@ def _prepare(
     if resume:
         if model is not None or data:
             raise wrong_use("--resume goes on with the model and the data of the run: give neither")
-        return TrainingRun.resume(out, settings)
+        return TrainingRun.resume(out, settings, plugins=plugins)
     if model is None or not data:
         raise wrong_use("DATA and --model are needed, unless --resume goes on with a run")
-    return TrainingRun.start(model, data, out, train_config(settings))
+    return TrainingRun.start(model, data, out, train_config(settings), plugins=plugins)
 
 
 @contextmanager

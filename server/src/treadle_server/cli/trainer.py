@@ -151,7 +151,9 @@ def trainer(
     security: SecurityFlags,
     observing: ObservingFlags,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on (7434); 0 takes a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on (7434); 0 takes a free one.")
+    ] = None,
     plugin_dir: PluginDirs = None,
     no_plugin: NoPlugins = None,
     exit_with_stdin: Annotated[

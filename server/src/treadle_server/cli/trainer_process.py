@@ -45,7 +45,8 @@ class WithTrainerFlags:
         ),
     ] = False
     trainer_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Its port (7434); 0 takes a free one.", rich_help_panel=_TRAINER)
+        int | None,
+        typer.Option(min=0, max=65535, help="Its port (7434); 0 takes a free one.", rich_help_panel=_TRAINER),
     ] = None
     trainer_option: Annotated[
         list[str] | None,
@@ -65,7 +66,8 @@ class WithTrainerFlags:
             raise wrong_use("--with-trainer trains the only model of a server; start `treadle trainer` for one of many")
         elif config.tls_certificate is not None:
             raise wrong_use(
-                f"--with-trainer needs a server in plain text; beside one with TLS, run: {_line_beside_tls(config, folder)}"
+                "--with-trainer needs a server in plain text; beside one with TLS, run: "
+                f"{_line_beside_tls(config, folder)}"
             )
         elif config.token_file is not None and not self._has_token():
             raise wrong_use(
@@ -88,8 +90,8 @@ def _line_beside_tls(config: ServerConfig, folder: Path) -> str:
         words += ["--server-tls-cert", "FILE", "--server-tls-key", "FILE"]
     if config.token_file is not None:
         words += ["--server-token-file", "FILE"]
-    root = str(config.model_roots[0]) if config.model_roots else "DIR"
-    note = "" if config.model_roots else " (DIR being a --model-root of the server)"
+    root = str(config.model_roots[0] / "published") if config.model_roots else "DIR"
+    note = "" if config.model_roots else " (DIR under a --model-root of the server)"
     return f"{shlex.join([*words, '--publish-root', root])}{note}"
 
 

@@ -38,9 +38,11 @@ class StageMonitor:
         now = time.monotonic()
         if now - self._logged_s.get(stage.name, -_LOG_EVERY_S) >= _LOG_EVERY_S:
             self._logged_s[stage.name] = now
-            _LOG.warning(
-                "stage %s of plugin %s took %.3f s for a row; the limit is %.3f s, exceeded %d times so far",
-                stage.name, stage.plugin, took_s, self.max_stage_s, self._num_slow_calls[stage.name],
+            # Whoever runs treadle can mend a plugin of their own; a built-in stage is slow where the machine is busy.
+            _LOG.log(
+                logging.INFO if stage.entry.built_in else logging.WARNING,
+                "stage %s of plugin %s took %.3f s for a row; the limit is %.3f s, exceeded %s so far",
+                stage.name, stage.plugin, took_s, self.max_stage_s, _times(self._num_slow_calls[stage.name]),
             )  # fmt: skip
 
     def batch_failed(self, stage: ResolvedStage, reason: str) -> None:
@@ -50,3 +52,7 @@ class StageMonitor:
             _LOG.warning(
                 "apply_batch of stage %s of plugin %s %s; its rows are run one by one", stage.name, stage.plugin, reason
             )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from treadle_server.checkpoints.store import ModelStore
 from treadle_server.engine.weights import LoadedAdapter
-from treadle_server.errors import TreadleError
+from treadle_server.errors import InvalidRequestError, TreadleError
 from treadle_server.language_model import LanguageModel
 from treadle_server.language_model.validation import check_name
 from treadle_server.service.off_loop import in_daemon_thread
@@ -68,6 +68,9 @@ class ModelChanges:
         """Return the folder of an absolute path under a root, or of a stored or bundled model's name."""
         if Path(source).is_absolute():
             return self._allowed.find("source", source)
+        if "/" in source or source.startswith("."):  # no name that a model can have
+            message = f"must be an absolute path of a folder, or a stored model's name, got {source[:200]!r}"
+            raise InvalidRequestError.of("source", message)
         return ModelStore().resolve_name(source)
 
     async def unload_model(self, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from treadle_server.datasets import Prefetcher, TokenBatch
 from treadle_server.errors import CheckpointError, ConfigError, TrainingError, TreadleError
+from treadle_server.plugins import PluginManager
 from treadle_server.training.loss_curve import draw_losses
 from treadle_server.training.loss_log import LossLog, read_losses
 from treadle_server.training.results import LossResult
@@ -43,16 +44,25 @@ class TrainingRun:
     A resumed run goes on from its newest checkpoint and does, bit for bit, what it would have done.
 
     Attributes:
+        model: name or folder of the model that it began with.
         config: its settings.
         trainer: the model in training.
     """
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, resumed_from: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        resumed_from: Path | None = None,
+        *,
+        plugins: PluginManager | None = None,
+    ) -> None:
+        self.model = spec.model
         self.config = spec.config
         if self.config.tensorboard:
             check_installed()
         self._folder = folder
-        self.trainer = load_trainer(spec.model, self.config)
+        self.trainer = load_trainer(spec.model, self.config, plugins)
         self._data = RunData.open(spec, self.trainer.config)
         self._state = RunState(fingerprint=self._data.fingerprint)
         if resumed_from is not None:
@@ -61,8 +71,16 @@ class TrainingRun:
         self._stop = threading.Event()
 
     @classmethod
-    def start(cls, model: str | Path, data: Sequence[Path], out: Path, config: TrainConfig | None = None) -> Self:
-        """Prepare a new run of a model, by name or folder, on files or folders of data.
+    def start(
+        cls,
+        model: str | Path,
+        data: Sequence[Path],
+        out: Path,
+        config: TrainConfig | None = None,
+        *,
+        plugins: PluginManager | None = None,
+    ) -> Self:
+        """Prepare a new run of a model, by name or folder, on files or folders of data; `plugins` as for a Trainer.
 
         Raises CheckpointError when `out` is not free, ConfigError, DataError, and what loading a model raises.
         """
@@ -73,12 +91,14 @@ class TrainingRun:
             data=tuple(Path(path).absolute() for path in data),
             config=config or TrainConfig(),
         )
-        run = cls(spec, folder)
+        run = cls(spec, folder, plugins=plugins)
         folder.create(spec)
         return run
 
     @classmethod
-    def resume(cls, out: Path, changes: Mapping[str, Any] | None = None) -> Self:
+    def resume(
+        cls, out: Path, changes: Mapping[str, Any] | None = None, *, plugins: PluginManager | None = None
+    ) -> Self:
         """Go on with the run in a folder from its newest checkpoint, or from the start where it has none.
 
         `changes` are settings that may change, such as steps. Raises CheckpointError, ConfigError, and what `start`
@@ -87,7 +107,7 @@ class TrainingRun:
         folder = RunFolder(out)
         spec = folder.read_spec()
         spec = spec.model_copy(update={"config": changed_config(spec.config, changes or {})})
-        run = cls(spec, folder, folder.newest())
+        run = cls(spec, folder, folder.newest(), plugins=plugins)
         folder.write_spec(spec)
         return run
 
@@ -280,7 +300,7 @@ class _Logs:
             self.board.add(step, evaluated)
 
 
-def load_trainer(model: str, config: TrainConfig) -> Trainer:
+def load_trainer(model: str, config: TrainConfig, plugins: PluginManager | None) -> Trainer:
     """Load a model to be trained as the settings say."""
     return Trainer.load(
         model,
@@ -290,4 +310,5 @@ def load_trainer(model: str, config: TrainConfig) -> Trainer:
         no_decay=config.no_decay,
         lora=config.lora(),
         recompute=config.recompute,
+        plugins=plugins,
     )

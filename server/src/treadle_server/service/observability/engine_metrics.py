@@ -113,6 +113,6 @@ class PluginCollector(Collector):
         self._plugins = plugins
 
     def collect(self) -> Iterator[Metric]:
-        """Yield how many plugins are active, blocked, and failed."""
+        """Yield how many plugins are active, blocked, not installed, and failed."""
         states = Counter((plugin.status,) for plugin in self._plugins.plugins)
         yield gauge("treadle_plugins", "Plugins by state", ("state",), states)

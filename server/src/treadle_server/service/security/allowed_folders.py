@@ -37,7 +37,7 @@ class AllowedFolders:
         try:
             entries = [entry for entry in folder.iterdir() if entry.is_symlink()]
         except OSError as error:
-            raise ModelNotFoundError(text) from error
+            raise ModelNotFoundError(text, is_folder=True) from error
         for entry in entries:
             self._check(field, Path(os.path.realpath(entry)), str(entry))
         return folder

@@ -132,8 +132,8 @@ def _check_logits(trainer: Trainer) -> None:
     try:
         trainer.compute_loss([ids])
     except TrainingError as error:
-        message = f"the model's logits are not finite after step {trainer.step}: nothing was published; load a checkpoint"
-        raise TrainingError(message) from error
+        reason = f"the model's logits are not finite after step {trainer.step}"
+        raise TrainingError(f"{reason}: nothing was published; load an earlier checkpoint") from error
 
 
 def _write(trainer: Trainer, folder: Path) -> None:
