@@ -40,6 +40,8 @@ from treadle_server.errors import (
 
 _DOMAIN = "treadle"
 _DETAILS_KEY = "grpc-status-details-bin"
+# Seconds by which a client's deadline may pass before the server's copy of it.
+_DEADLINE_SLACK_S = 0.1
 # A status travels in HTTP/2 headers, which peers limit to 8 KB: the message as it is, three bytes for each of one that
 # is not ASCII, and the details in base64.
 _MAX_MESSAGE_BYTES = 600
@@ -98,11 +100,12 @@ def reason_of_status(error: TreadleError) -> str:
 def ended_with(context: grpc.aio.ServicerContext, error: BaseException | None) -> str:
     """Return the name of the status that an RPC ends with, given what ended its handler.
 
-    gRPC cancels a handler both when the client has gone and when its deadline has passed.
+    gRPC cancels a handler both when the client has gone and when its deadline has passed; the client, whose clock
+    started first, may hang up a moment before the server's says so.
     """
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         left_s = context.time_remaining()
-        late = left_s is not None and left_s <= 0
+        late = left_s is not None and left_s <= _DEADLINE_SLACK_S
         return str((grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED).name)
     number = context.code()
     if number is None:  # nobody set one
