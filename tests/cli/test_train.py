@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def test_it_says_what_next(treadle: Run, tiny_folder: Path, data: Path, tmp_path
     done = treadle("train", data, "-m", tiny_folder, "-o", one, *FEW_STEPS)
     assert done.stderr.splitlines()[-1] == f"try: treadle generate PROMPT --model '{one}'"
     done = treadle("train", data, "-m", tiny_folder, "-o", two, *FEW_STEPS, "--lora-rank", "2")
-    assert done.stderr.splitlines()[-1] == f"try: treadle generate PROMPT --model {tiny_folder} --adapter {two}"
+    model = shlex.quote(str(tiny_folder))
+    assert done.stderr.splitlines()[-1] == f"try: treadle generate PROMPT --model {model} --adapter {two}"
     words = ["is a LoRA adapter: use --model", str(tiny_folder), f"--adapter {two}"]
     refused = treadle("generate", "The cat", "--model", two, status=1).stderr
     assert [word for word in words if word not in refused] == []
