@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ from treadle_server.cli.options import Json, ServerFlags
 from treadle_server.cli.output import write, write_json
 from treadle_server.cli.progress import spinner
 from treadle_server.cli.security import SecurityFlags, reloading_on_hangup
-from treadle_server.cli.signals import first_signal
+from treadle_server.cli.signals import first_signal, run_unless
 from treadle_server.cli.trainer_process import (
     WithTrainerFlags,
     publish_root,
@@ -164,19 +164,13 @@ async def _serve(
 
 async def _load(server: InferenceServer, sources: Sequence[ModelSource], signalled: asyncio.Event) -> bool:
     """Load the models in a thread and open the server; False when a signal came first."""
-    from treadle_server.service.off_loop import in_daemon_thread
     from treadle_server.service.startup import load_models
 
     with spinner("loading " + ", ".join(source.name for source in sources)):
-        loading = in_daemon_thread(lambda: load_models(server, sources))
-        waiting = asyncio.ensure_future(signalled.wait())
-        awaited: list[asyncio.Future[Any]] = [loading, waiting]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if signalled.is_set():
-        loading.cancel()
+        loaded = await run_unless(signalled, lambda: load_models(server, sources))
+    if loaded is None:
         return False
-    for model in loading.result():
+    for model in loaded.result():
         server.models.add(model)
     await server.open()
     return True

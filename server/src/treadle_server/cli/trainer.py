@@ -18,7 +18,7 @@ from treadle_server.cli.options import Json, NoPlugins, PluginDirs, given_fields
 from treadle_server.cli.output import write, write_json
 from treadle_server.cli.progress import spinner
 from treadle_server.cli.security import TOKEN_VARIABLE, SecurityFlags, read_token, reloading_on_hangup
-from treadle_server.cli.signals import first_signal
+from treadle_server.cli.signals import first_signal, run_unless
 
 if TYPE_CHECKING:
     from treadle_server.service.training.app import TrainerServer
@@ -215,17 +215,11 @@ async def _train(config: TrainerConfig, model: str, *, as_json: bool) -> None:
 
 async def _load(server: TrainerServer, model: str, signalled: asyncio.Event) -> bool:
     """Load the model in a thread and open the server; False when a signal came first."""
-    from treadle_server.service.off_loop import in_daemon_thread
-
     with spinner(f"loading {model}"):
-        loading = asyncio.ensure_future(in_daemon_thread(lambda: server.load(model)))
-        waiting: asyncio.Future[object] = asyncio.ensure_future(signalled.wait())
-        await asyncio.wait((loading, waiting), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if signalled.is_set():
-        loading.cancel()
+        loaded = await run_unless(signalled, lambda: server.load(model))
+    if loaded is None:
         return False
-    await server.open(loading.result())
+    await server.open(loaded.result())
     return True
 
 

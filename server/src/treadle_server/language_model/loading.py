@@ -121,13 +121,7 @@ class ModelLoader:
 
     def _prepare(self, checkpoint: Checkpoint, *, version: int, label: str = "") -> Weights:
         try:
-            decoder = Decoder(
-                checkpoint.config,
-                checkpoint.params,
-                backend=self.backend,
-                dtype=self.dtype,
-                numerics=self.numerics,
-            )
+            decoder = self._decoder(checkpoint)
         except MemoryError as error:
             raise EngineError(f"{checkpoint.folder}: there is not enough memory for its weights") from error
         return Weights(
@@ -135,6 +129,11 @@ class ModelLoader:
             decoder=decoder,
             num_parameters=sum(math.prod(weight.shape) for weight in checkpoint.params.values()),
             label=label,
+        )
+
+    def _decoder(self, checkpoint: Checkpoint) -> Decoder:
+        return Decoder(
+            checkpoint.config, checkpoint.params, backend=self.backend, dtype=self.dtype, numerics=self.numerics
         )
 
     def open_draft(self, source: str, tokenizer: Tokenizer) -> DraftModel:
@@ -145,13 +144,7 @@ class ModelLoader:
         if any(drafting.token_bytes(i) != tokenizer.token_bytes(i) for i in range(size)):
             raise CheckpointError(f"{folder}: its tokens are not those of the model that it is to draft for")
         with load_checkpoint(folder, self.families) as checkpoint:
-            decoder = Decoder(
-                checkpoint.config,
-                checkpoint.params,
-                backend=self.backend,
-                dtype=self.dtype,
-                numerics=self.numerics,
-            )
+            decoder = self._decoder(checkpoint)
         return DraftModel(decoder, min(size, decoder.config.vocab_size))
 
 
