@@ -31,7 +31,6 @@ from treadle_server.engine.worker import EngineWorker
 from treadle_server.language_model import LanguageModel, RequestLimits
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service.active_requests import ActiveRequests
-from treadle_server.service.address import join_address, listen_error
 from treadle_server.service.generation_servicer import GenerationServicer
 from treadle_server.service.interceptor import RequestInterceptor
 from treadle_server.service.model_changes import ModelChanges
@@ -109,15 +108,11 @@ class InferenceServer:
         Raises:
             ConfigError: the address is taken or cannot be listened on.
         """
-        host, port = self.config.host, self.config.port
-        try:
-            port = self.security.add_port(self._server, join_address(host, port))
-        except RuntimeError as error:
-            raise listen_error(host, port, error) from error
+        port = self.security.add_port(self._server, self.config.port)
         self.observability.start()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
-        return int(port)
+        return port
 
     def load_model(self, source: str, name: str | None = None) -> LanguageModel:
         """Load a model with the server's settings; may run in any thread while the server answers health checks."""

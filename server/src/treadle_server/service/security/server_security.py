@@ -13,7 +13,7 @@ import grpc
 
 from treadle_server.config import SecurityConfig
 from treadle_server.errors import AccessDeniedError, ConfigError, UnauthenticatedError
-from treadle_server.service.address import join_address
+from treadle_server.service.address import join_address, listen_error
 from treadle_server.service.security.certificates import CertificateFiles, Certificates
 from treadle_server.service.security.client_limits import ClientLimits
 from treadle_server.service.security.permissions import Role, role_needed
@@ -43,16 +43,20 @@ class ServerSecurity:
         # administrator is.
         self._open_role = Role.ADMIN if self._loopback or config.tls_client_ca is not None else Role.USER
 
-    def add_port(self, server: grpc.aio.Server, address: str) -> int:
+    def add_port(self, server: grpc.aio.Server, port: int) -> int:
         """Let the server listen, with TLS if there is a certificate; return the port. The log tells how it is secured.
 
         Raises:
-            RuntimeError: nothing can listen there.
+            ConfigError: the address is taken or cannot be listened on.
         """
-        if self._certificates is None:
-            port = int(server.add_insecure_port(address))
-        else:
-            port = int(server.add_secure_port(address, self._certificates.credentials()))
+        address = join_address(self._config.host, port)
+        try:
+            if self._certificates is None:
+                port = int(server.add_insecure_port(address))
+            else:
+                port = int(server.add_secure_port(address, self._certificates.credentials()))
+        except RuntimeError as error:
+            raise listen_error(self._config.host, port, error) from error
         self._tell(port)
         return port
 

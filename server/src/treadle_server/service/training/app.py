@@ -12,7 +12,6 @@ from grpc_reflection.v1alpha import reflection
 from treadle_protos.v1 import training_pb2_grpc
 
 from treadle_server.service.active_requests import ActiveRequests
-from treadle_server.service.address import join_address, listen_error
 from treadle_server.service.app import TRAINING_SERVICE, channel_options
 from treadle_server.service.interceptor import RequestInterceptor
 from treadle_server.service.observability.server_observability import Observability
@@ -67,11 +66,7 @@ class TrainerServer:
         Raises:
             ConfigError: the address is taken or cannot be listened on.
         """
-        host, port = self.config.host, self.config.port
-        try:
-            port = self.security.add_port(self._server, join_address(host, port))
-        except RuntimeError as error:
-            raise listen_error(host, port, error) from error
+        port = self.security.add_port(self._server, self.config.port)
         self.observability.start()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
