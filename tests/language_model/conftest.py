@@ -12,6 +12,27 @@ from safetensors.numpy import load_file
 from treadle_server import LanguageModel
 from treadle_server.checkpoints.safetensors_io import write_safetensors
 from treadle_server.language_model import GenerationResult, gather
+from treadle_server.plugins.manager import PluginManager
+
+SLOW_PLUGIN = """
+import time
+
+from treadle_plugin_api import Stage, hookimpl
+
+
+class Slow(Stage):
+    name = "slow"
+    kind = "transform"
+
+    def apply(self, logits, context, state=None):
+        time.sleep(0.01)
+        return logits
+
+
+@hookimpl
+def treadle_register_stages(register):
+    register(Slow)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +73,14 @@ def load(tiny_folder: Path) -> Iterator[Callable[..., LanguageModel]]:
     yield load_one
     for model in loaded:
         model.close()
+
+
+@pytest.fixture
+def slow_plugins(tmp_path: Path) -> PluginManager:
+    """All plugins, and a stage `slow`, of which a token takes 10 ms: for what must not end before something else."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "slow.py").write_text(SLOW_PLUGIN)
+    return PluginManager.load([tmp_path / "plugins"])
 
 
 class Running:

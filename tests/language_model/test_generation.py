@@ -254,16 +254,15 @@ def test_memory_limit_holds_for_a_single_sequence(tiny_folder: Path, model: Lang
 def test_full_queue_refuses_at_once(tiny_folder: Path) -> None:
     """Beyond the limits a request is refused with the time to retry after; the others finish."""
     limits = EngineLimits(max_running=1, max_queued_requests=1)
+    release = threading.Event()
     with LanguageModel.load(tiny_folder, engine_limits=limits) as model:
-        streams = [model.stream(PROMPT, max_tokens=100, ignore_eos=True)]
-        for event in streams[0]:
-            if isinstance(event, Delta):
-                break  # the first runs now
-        streams.append(model.stream(PROMPT, max_tokens=2, ignore_eos=True))
+        model.call(release.wait)  # no step is made, so that nothing ends and makes room
+        waiting = model.stream(PROMPT, max_tokens=2, ignore_eos=True)
         with pytest.raises(QueueFullError) as caught:
             model.stream(PROMPT)
         assert caught.value.retry_after_s > 0
-        assert isinstance(list(streams[1])[-1], FinishInfo)
+        release.set()
+        assert isinstance(list(waiting)[-1], FinishInfo)
 
 
 def test_a_long_prompt_does_not_stall_a_running_stream(tiny_folder: Path) -> None:

@@ -18,6 +18,7 @@ from treadle_server import LanguageModel
 from treadle_server.engine.scheduler import EngineLimits
 from treadle_server.errors import CheckpointError, InvalidRequestError, VersionConflictError
 from treadle_server.language_model import GenerationResult, gather
+from treadle_server.plugins.manager import PluginManager
 
 Load = Callable[..., LanguageModel]
 PROMPT = [5, 90, 41, 7, 200, 5, 90, 41, 7, 200, 5, 90]
@@ -99,11 +100,13 @@ def test_requests_that_wait_keep_the_weights_of_their_arrival(
     rest.finish()
 
 
-def test_old_weights_are_freed_when_their_last_request_ends(load: Load, begin: Any, second_folder: Path) -> None:
+def test_old_weights_are_freed_when_their_last_request_ends(
+    load: Load, begin: Any, second_folder: Path, slow_plugins: PluginManager
+) -> None:
     """Two versions are in memory while requests of both run, and one afterwards, whoever still holds the results."""
-    model = load()
+    model = load(plugins=slow_plugins)
     old = weakref.ref(model.engine.weights)
-    rest = begin(model, PROMPT, **{**KNOBS, "max_tokens": 110})
+    rest = begin(model, PROMPT, stages=[("slow", {})], **{**KNOBS, "max_tokens": 110})
     model.update_weights(second_folder)
     assert old() is not None
     assert model.engine.load().num_weight_versions == 2
