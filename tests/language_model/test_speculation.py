@@ -12,6 +12,7 @@ from treadle_server.engine.lane import Lane
 from treadle_server.engine.scheduler import EngineLimits
 from treadle_server.engine.speculation import PromptLookup
 from treadle_server.errors import CheckpointError, InvalidRequestError
+from treadle_server.language_model import Delta
 from treadle_server.model.kv_cache import KVCache
 
 REPETITIVE = [5, 90, 41, 7, 200, 5, 90, 41, 7, 200, 5, 90, 41]
@@ -53,6 +54,15 @@ def test_perfect_drafts_take_few_passes(drafting_model: LanguageModel, monkeypat
     assert finish.num_generated_tokens == 51
     assert finish.num_accepted_tokens == finish.num_draft_tokens == 40
     assert len(passes) == 11  # the prefill, and 50 tokens by 5
+
+
+def test_tokens_of_one_step_come_together(drafting_model: LanguageModel) -> None:
+    """A step that confirms five tokens makes one delta of them."""
+    knobs = {"temperature": 0, "max_tokens": 51, "ignore_eos": True, "num_draft_tokens": 4, "logprobs": "raw"}
+    events = drafting_model.stream(REPETITIVE, **knobs, speculation="draft_model")
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert [len(delta.token_ids) for delta in deltas] == [1] + 10 * [5]
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
 
 
 def test_stop_in_the_middle_of_a_draft_ends_there(drafting_model: LanguageModel) -> None:

@@ -228,3 +228,21 @@ def test_categorical_matches_a_running_sum(values: list[float], u: float):
     sums = np.cumsum(np.exp(np.array(values) - max(values)))
     expected = min(int(np.searchsorted(sums, u * sums[-1], side="right")), len(values) - 1)
     assert Categorical().apply(row(*values), At(len(values), u)) == expected
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.sampled_from([511, 512, 513, 1024, 20_000]),
+    masked=st.sampled_from([0.0, 0.3, 0.7, 0.999]),
+    u=st.floats(2.0**-53, 1 - 2.0**-53),
+)
+@settings(deadline=None)
+def test_categorical_matches_a_running_sum_on_long_rows(seed: int, size: int, masked: float, u: float):
+    """The definition holds at the ends of the blocks that are summed at once, whatever is masked."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, size).astype(np.float32)
+    logits[rng.random(size) < masked] = -INF
+    logits[rng.integers(size)] = 1
+    sums = np.cumsum(np.exp(logits.astype(np.float64)))
+    expected = min(np.searchsorted(sums, u * sums[-1], side="right"), np.searchsorted(sums, sums[-1]))
+    assert Categorical().apply(logits, At(size, u)) == expected

@@ -323,6 +323,6 @@ def _resolved(ordered: Sequence[_Candidate]) -> tuple[ResolvedStage, ...]:
     chain = []
     for candidate in ordered:
         entry = candidate.entry
-        chain.append(ResolvedStage(candidate.stage, entry, entry.key(seen[entry.name]), entry.is_batched))
+        chain.append(ResolvedStage.of(candidate.stage, entry, seen[entry.name]))
         seen[entry.name] += 1
     return tuple(chain)

@@ -6,9 +6,10 @@ where a stage has a way of its own to treat many rows (`apply_batch`) do they wa
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -79,9 +80,11 @@ class BufferPool:
 
         return lend
 
-    def settle(self, held: Iterable[Logits], result: Logits | None) -> list[Logits]:
+    def settle(self, held: Sequence[Logits], result: Logits | None) -> list[Logits]:
         """Take back what was lent or `held`, but for the buffers that `result` lies in, which are returned."""
         kept: list[Logits] = []
+        if not held and not self._lent:
+            return kept
         for buffer in (*held, *self._lent):
             (kept if result is not None and np.may_share_memory(buffer, result) else self._free).append(buffer)
         self._lent.clear()
@@ -150,15 +153,17 @@ class _Run:
         self._monitor = monitor
         self._observe = observe
         self._logits = np.empty((0, 0), dtype=np.float32)
+        self._lend: Callable[[], Logits] | None = None
 
     def sample(
         self, samplers: Sequence[ChoiceSampler], logits: Logits
     ) -> list[Sample | StageError | NonFiniteLogitsError]:
         vocab_size = min(sampler.context.vocab_size for sampler in samplers)
         self._logits = logits[:, :vocab_size]
+        self._lend = self._buffers.lender(vocab_size)
         rows = [_Row(i, sampler, self._logits[i], logits.shape[1]) for i, sampler in enumerate(samplers)]
-        for row, largest in zip(rows, self._logits.max(axis=1), strict=True):
-            if not np.isfinite(largest):
+        for row, largest in zip(rows, self._logits.max(axis=1).tolist(), strict=True):
+            if not math.isfinite(largest):
                 row.outcome = NonFiniteLogitsError(f"the model's largest logit is {largest}")
         while waiting := [row for row in rows if row.outcome is None and self._waits(row)]:
             self._advance_together(waiting)
@@ -244,7 +249,7 @@ class _Run:
     def _enter(self, row: _Row) -> SamplingContext:
         context = row.sampler.context
         context.enter(row.stage.key)
-        context.allocate = self._buffers.lender(len(row.logits))
+        context.allocate = self._lend
         return context
 
     def _watch(self, stage: ResolvedStage, started_s: float, *, num_rows: int = 1) -> None:

@@ -39,12 +39,19 @@ class ResolvedStage:
         entry: its class in the registry.
         key: key of its random stream.
         is_batched: whether many rows may go through it at once.
+        accepts: whether it has a state that each chosen token advances.
     """
 
     stage: Stage | Select
     entry: StageEntry
     key: int
     is_batched: bool
+    accepts: bool
+
+    @classmethod
+    def of(cls, stage: Stage | Select, entry: StageEntry, occurrence: int = 0) -> ResolvedStage:
+        """Return a stage as the `occurrence`-th of its name in a chain."""
+        return cls(stage, entry, entry.key(occurrence), entry.is_batched, has_override(entry.cls, "accept"))
 
     @property
     def name(self) -> str:
@@ -68,7 +75,7 @@ class ResolvedStage:
 
     def accept(self, state: Any, token_id: int) -> None:
         """Advance the state by the chosen token; StageError if the stage fails."""
-        if has_override(type(self.stage), "accept"):
+        if self.accepts:
             self._guarded(self.stage.accept, state, token_id)
 
     def clone(self, state: Any) -> Any:

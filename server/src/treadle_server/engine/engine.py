@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,7 @@ class Engine:
         counts = [item.num_tokens for item in plan]
         batch = Batch(
             token_ids=np.concatenate([item.lane.next_ids(item.num_tokens) for item in plan]),
-            starts=np.concatenate([[0], np.cumsum(counts)]),
+            starts=np.array([0, *accumulate(counts)], np.int64),
             prefix_lengths=np.array([item.lane.num_computed for item in plan], np.int64),
             prompt_lengths=np.array([len(item.lane.prompt_ids) for item in plan], np.int64),
             adapters=_adapters(plan),
@@ -152,7 +153,7 @@ class Engine:
 
     def _postprocess(self, plan: list[Scheduled], hidden: npt.NDArray[np.floating]) -> None:
         """Score prompts where asked, and give every sequence that has seen all its tokens its next one."""
-        ends = dict(zip((id(item.lane) for item in plan), np.cumsum([item.num_tokens for item in plan]), strict=True))
+        ends = dict(zip((id(item.lane) for item in plan), accumulate(item.num_tokens for item in plan), strict=True))
         for item in plan:
             if item.sequence.request.prompt_logprobs and item.sequence.index == 0 and item.lane is item.sequence:
                 end = ends[id(item.lane)]
@@ -193,10 +194,10 @@ class Engine:
         All have the same weights. ends[id(lane)] is one past the lane's last row of hidden [tokens, dim].
         """
         counts = [1 + sequence.num_drafted for sequence in sequences]
-        rows = [np.arange(ends[id(s)] - n, ends[id(s)]) for s, n in zip(sequences, counts, strict=True)]
-        raw = sequences[0].weights.decoder.head(hidden[np.concatenate(rows)])
-        logits = self._guided(sequences, counts, raw, hidden, ends)
-        first = np.cumsum([0, *counts[:-1]]).tolist()
+        rows = [row for s, n in zip(sequences, counts, strict=True) for row in range(ends[id(s)] - n, ends[id(s)])]
+        raw = sequences[0].weights.decoder.head(hidden[rows])
+        first = list(accumulate(counts[:-1], initial=0))
+        logits = self._guided(sequences, first, raw, hidden, ends)
         pending = [(choice, at) for s, at in zip(sequences, first, strict=True) for choice in self._choices_at(s)]
         while pending:
             wanted = [at for _, at in pending]
@@ -207,18 +208,22 @@ class Engine:
             taken = [self._take(c, sample, raw[at]) for (c, at), sample in zip(pending, samples, strict=True)]
             pending = [(choice, at + 1) for (choice, at), goes_on in zip(pending, taken, strict=True) if goes_on]
         for sequence in sequences:
-            sequence.settle_draft()
+            if sequence.num_drafted:
+                sequence.settle_draft()
 
     def _guided(
         self,
         sequences: list[Sequence],
-        counts: list[int],
+        first: list[int],
         raw: npt.NDArray[np.floating],
         hidden: npt.NDArray[np.floating],
         ends: dict[int, int],
     ) -> npt.NDArray[np.floating]:
-        """Return the rows to sample from: those of guided sequences turned away from their negative prompts."""
-        guided = [(at, s) for at, s in zip(np.cumsum([0, *counts[:-1]]).tolist(), sequences, strict=True) if s.guide]
+        """Return the rows to sample from: those of guided sequences turned away from their negative prompts.
+
+        first[i] is the first row of raw [rows, vocab] that belongs to sequences[i].
+        """
+        guided = [(at, s) for at, s in zip(first, sequences, strict=True) if s.guide]
         if not guided:
             return raw
         negative = sequences[0].weights.decoder.head(hidden[[ends[id(s.guide)] - 1 for _, s in guided]])
@@ -235,15 +240,22 @@ class Engine:
             return False
         if choice.is_cancelled:
             return False
-        drafted = choice.drafted_next()
-        self.statistics.num_accepted_tokens += sample.token_id == drafted
-        return self._advance(choice, sample, raw) and sample.token_id == drafted
+        logprob = _chosen_logprob(choice.request, sample, raw)
+        try:
+            was_drafted = choice.choose(sample.token_id)
+        except TreadleError as error:
+            self._fail(choice.active, error)
+            return False
+        self.statistics.num_accepted_tokens += was_drafted
+        return self._advance(choice, sample.token_id, logprob) and was_drafted
 
     def _draft(self) -> None:
         """Draft what may come next on the sequences that want it, for the next step to confirm.
 
         Not before the first token of the answer: at the end of a shared prefill the caches are copied as they are.
         """
+        if all(s.request.speculation is Speculation.NONE for s in self.scheduler.running):
+            return
         decoding = [s for s in self.scheduler.ready() if s.is_decoding and s.num_output and not s.num_drafted]
         decoding = self.scheduler.with_room_to_draft(decoding)
         for speculation, drafter in self._drafters.items():
@@ -278,15 +290,8 @@ class Engine:
             forks.append(fork)
         return forks
 
-    def _advance(self, sequence: Sequence, sample: Sample, raw: npt.NDArray[np.floating]) -> bool:
-        """Append a sampled token, tell the reader, and finish the sequence when it is its last; tell if it goes on."""
-        token_id = sample.token_id
-        logprob = _chosen_logprob(sequence.request, sample, raw)
-        try:
-            sequence.choose(token_id)
-        except TreadleError as error:
-            self._fail(sequence.active, error)
-            return False
+    def _advance(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> bool:
+        """Tell the reader of a token, and finish the sequence when it is its last; tell if it goes on."""
         gap_s = sequence.note_token()
         self.num_generated_tokens += 1
         reason, matched = _finish_reason(sequence, token_id)

@@ -92,6 +92,8 @@ class RequestQueue:
 
     def first(self) -> Sequence | None:
         """Return the sequence that should start next; those whose readers lag wait for their readers."""
+        if not self._new and not self._returned:
+            return None
         with self._lock:
             heads = [next(_ready(self._returned), None), next(_ready(self._new), None)]
             return min((s for s in heads if s is not None), key=_rank, default=None)

@@ -104,9 +104,8 @@ class Scheduler:
 
     def _start_waiting(self) -> None:
         """Start what fits, by rank; the first that does not fit is waited for, so that no smaller one overtakes it."""
-        while len(self.ready()) < self.limits.max_running:
-            sequence = self.queue.first()
-            if sequence is None or not self._make_room_for(sequence):
+        while (sequence := self.queue.first()) is not None and len(self.ready()) < self.limits.max_running:
+            if not self._make_room_for(sequence):
                 return
             self.queue.start(sequence)
             self.running.append(sequence)

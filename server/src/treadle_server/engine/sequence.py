@@ -90,6 +90,7 @@ class Sequence(Lane):
 
     Attributes:
         weights: what computes it, from its first token to its last.
+        rank: who goes first, the smallest: by request, then by choice.
         guide: the negative prompt with the same output, where the request is guided; it is computed in step.
     """
 
@@ -102,6 +103,7 @@ class Sequence(Lane):
         self.weights = weights
         self.request = request
         self.index = index
+        self.rank = active.rank_s, index
         self.guide: Lane | None = None
         if request.guidance is not None and guide_cache is not None:
             self.guide = Lane(request.guidance.negative_ids, guide_cache)
@@ -142,12 +144,7 @@ class Sequence(Lane):
     @property
     def is_decoding(self) -> bool:
         """Whether a single token stands between it and its next one, in every lane."""
-        return all(lane.num_remaining == 1 for lane in self.lanes)
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Who goes first, the smallest: by request, then by choice."""
-        return self.active.rank_s, self.index
+        return self.num_remaining == 1 and (self.guide is None or self.guide.num_remaining == 1)
 
     @property
     def is_paused(self) -> bool:
@@ -169,13 +166,14 @@ class Sequence(Lane):
         """Tokens that took less work than others."""
         return TokenCounts(self.num_cached_tokens, self.num_draft_tokens, self.num_accepted_tokens)
 
-    def choose(self, token_id: int) -> None:
-        """Take the chosen token into every lane and tell the stages; StageError if one fails."""
-        if self.drafted_next() == token_id:
-            self.num_accepted_tokens += 1
+    def choose(self, token_id: int) -> bool:
+        """Take the chosen token into every lane and all stages; tell if it was drafted. StageError if a stage fails."""
+        was_drafted = self.drafted_next() == token_id
+        self.num_accepted_tokens += was_drafted
         for lane in self.lanes:
             lane.append(token_id)
         self.sampler.accept(token_id)
+        return was_drafted
 
     def begin_work(self) -> float | None:
         """Note the time of the first step, once; return how long the request had waited then, later None."""
@@ -194,8 +192,8 @@ class Sequence(Lane):
         return now - before
 
     def timings(self) -> Timings:
-        """Return the durations so far."""
-        now = time.monotonic()
+        """Return the durations up to the newest token, or so far where there is none."""
+        now = self._last_token_s or time.monotonic()
         started = self._started_s or now
         first = self._first_token_s or now
         return Timings(started - self.active.arrived_s, first - started, now - first)

@@ -8,14 +8,13 @@ to the shortest first, so that a short prompt hardly waits for long ones.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from treadle_server.engine.lane import Lane
 from treadle_server.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A lane of a sequence and the number of its tokens that the next step computes, drafted ones included."""
 
     sequence: Sequence

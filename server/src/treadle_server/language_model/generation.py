@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from treadle_server.engine.chain import StageSpec
 from treadle_server.engine.events import (
@@ -109,12 +110,12 @@ class Generation:
         return events
 
     def feed(self, events: Iterable[EngineEvent]) -> list[GenerationEvent]:
-        """Turn engine events into generation events.
+        """Turn engine events into generation events, with one delta for each choice at most.
 
         Raises:
             TreadleError: the request has failed.
         """
-        return [out for event in events for out in self._feed_one(event)]
+        return _merged(out for event in events for out in self._feed_one(event))
 
     def _feed_one(self, event: EngineEvent) -> Iterator[GenerationEvent]:
         if isinstance(event, RequestFailed):
@@ -179,6 +180,19 @@ class Generation:
         if not self._open:
             self._close_report()
         return finish
+
+
+def _merged(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
+    """Return events with the deltas of each choice as one: to send a message costs far more than what is in it."""
+    merged: list[GenerationEvent] = []
+    places: dict[int, int] = {}
+    for event in events:
+        place = places.setdefault(event.index, len(merged)) if isinstance(event, Delta) else len(merged)
+        if place < len(merged):
+            merged[place] = cast("Delta", merged[place]).followed_by(cast("Delta", event))
+        else:
+            merged.append(event)
+    return merged
 
 
 def prompt_info_of(active: ActiveRequest, model: str) -> PromptInfo:

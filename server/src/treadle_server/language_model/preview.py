@@ -198,7 +198,7 @@ def capture_chain(info: ModelInfo) -> tuple[SamplingChain, Callable[[], Logits]]
     """Return a chain that keeps the first row it is run on, [vocab] float32, and a function that returns that row."""
     stage = _Capture()
     entry = StageEntry(cls=_Capture, plugin="treadle", distribution="treadle-server", version="", built_in=True)
-    chain = SamplingChain((ResolvedStage(stage, entry, entry.key(), False),), {}, info)
+    chain = SamplingChain((ResolvedStage.of(stage, entry),), {}, info)
     return chain, stage.first_row
 
 

@@ -104,6 +104,15 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    def followed_by(self, later: Delta) -> Delta:
+        """Return what this one and a later one of the same choice say together."""
+        return Delta(
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishInfo:

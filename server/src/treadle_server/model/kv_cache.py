@@ -22,6 +22,9 @@ class KVCache:
         dtype: number type of the entries.
         capacity: tokens to make room for at once.
         max_tokens: tokens that will ever be stored; growth stops there. The context length when not given.
+
+    Attributes:
+        capacity: tokens there is room for.
     """
 
     def __init__(
@@ -31,17 +34,13 @@ class KVCache:
         self.dtype = np.dtype(dtype)
         self.max_tokens = config.context_length if max_tokens is None else max_tokens
         self._length = 0
-        self._storage = self._allocate(_whole_blocks(capacity))
+        self.capacity = _whole_blocks(capacity)
+        self._storage = self._allocate(self.capacity)
 
     @property
     def length(self) -> int:
         """Tokens stored."""
         return self._length
-
-    @property
-    def capacity(self) -> int:
-        """Tokens there is room for."""
-        return int(self._storage.shape[3])
 
     @property
     def num_bytes(self) -> int:
@@ -62,9 +61,10 @@ class KVCache:
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in all, to the next block; never shrinks."""
         if num_tokens > self.capacity:
-            storage = self._allocate(_whole_blocks(num_tokens))
+            capacity = _whole_blocks(num_tokens)
+            storage = self._allocate(capacity)
             storage[..., : self._length, :] = self._storage[..., : self._length, :]
-            self._storage = storage
+            self._storage, self.capacity = storage, capacity
 
     def make_room(self, num_new: int) -> None:
         """Make room for further tokens, at least doubling when that is needed, up to `max_tokens`."""
@@ -72,7 +72,9 @@ class KVCache:
 
     def bytes_after(self, num_new: int) -> int:
         """Return the bytes that will be held once there is room for `num_new` further tokens."""
-        return self.bytes_for(self.config, self.dtype, max(self.capacity, self._grown_capacity(num_new)))
+        if self._length + num_new <= self.capacity:
+            return self.num_bytes
+        return self.bytes_for(self.config, self.dtype, self._grown_capacity(num_new))
 
     def _grown_capacity(self, num_new: int) -> int:
         needed = self._length + num_new
@@ -82,7 +84,7 @@ class KVCache:
 
     def release(self) -> None:
         """Forget every token and give the memory back."""
-        self._length = 0
+        self._length = self.capacity = 0
         self._storage = self._allocate(0)
 
     def advance(self, num_new: int) -> None:

@@ -29,11 +29,7 @@ _MAX_VALUE_DEPTH = 16
 _GROUPS = ("sampling", "stopping", "response")
 _T = TypeVar("_T")
 _PromptMessage = (
-    pb.GenerationSpec
-    | pb.NegativePrompt
-    | pb.ScoreRequest
-    | trace_pb2.TraceRequest
-    | trace_pb2.PreviewSamplingRequest
+    pb.GenerationSpec | pb.NegativePrompt | pb.ScoreRequest | trace_pb2.TraceRequest | trace_pb2.PreviewSamplingRequest
 )
 
 _LOGPROBS = {
@@ -246,14 +242,16 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprob], tokenizer: Tokenizer) ->
     ]
 
 
-def delta_to_proto(delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> pb.Delta:
-    """Return new text and tokens of a choice."""
-    return pb.Delta(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids if token_ids else (),
-        logprobs=logprobs_to_proto(delta.logprobs, tokenizer),
-    )
+def delta_to_proto(delta: Delta, tokenizer: Tokenizer, *, token_ids: bool) -> pb.GenerateStreamResponse:
+    """Return the message of new text and tokens of a choice; every token has one, so it is filled in place."""
+    response = pb.GenerateStreamResponse()
+    message = response.delta
+    message.index, message.text = delta.index, delta.text
+    if token_ids:
+        message.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        message.logprobs.extend(logprobs_to_proto(delta.logprobs, tokenizer))
+    return response
 
 
 def finish_info_to_proto(info: FinishInfo) -> pb.FinishInfo:

@@ -31,7 +31,7 @@ from treadle_server.language_model.generation import prompt_scores
 from treadle_server.language_model.validation import check_best_of, refuse
 from treadle_server.service import convert
 from treadle_server.service.observability.call_record import current_call, current_request_id
-from treadle_server.service.off_loop import Inbox, deliver_to, run_off_loop
+from treadle_server.service.off_loop import Deliveries, Inbox, run_off_loop
 from treadle_server.service.served_models import ServedModels
 
 _T = TypeVar("_T")
@@ -47,6 +47,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._models = models
         self._executor = executor
         self._max_message_bytes = max_message_bytes
+        self._deliveries = Deliveries()
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         """Generate, and answer once."""
@@ -85,7 +86,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         inbox: Inbox = asyncio.Queue()
         with convert.proto_paths(message):
             max_bytes = self._max_message_bytes
-            begin = partial(_start, model, spec, deliver_to(inbox), max_bytes=max_bytes, unary=unary)
+            begin = partial(_start, model, spec, self._deliveries.to(inbox), max_bytes=max_bytes, unary=unary)
             generation = await self._run(begin, Generation.cancel)
         current_call().generates(generation)
         try:
@@ -107,7 +108,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         model = self._model(request.model)
         inbox: Inbox = asyncio.Queue()
         with convert.proto_paths(request):
-            begin = partial(_begin_score, model, request, deliver_to(inbox), max_bytes=self._max_message_bytes)
+            begin = partial(_begin_score, model, request, self._deliveries.to(inbox), max_bytes=self._max_message_bytes)
             scoring = await self._run(begin, ActiveRequest.cancel)
         current_call().scores(scoring)
         try:
@@ -216,5 +217,5 @@ def _stream_response(
     if isinstance(event, Delta):
         if not event.text and not token_ids and not event.logprobs:
             return None
-        return pb.GenerateStreamResponse(delta=convert.delta_to_proto(event, model.tokenizer, token_ids=token_ids))
+        return convert.delta_to_proto(event, model.tokenizer, token_ids=token_ids)
     return pb.GenerateStreamResponse(finish_info=convert.finish_info_to_proto(event))

@@ -75,13 +75,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc] # gr
 
     def _stream(
         self, handler: grpc.RpcMethodHandler, method: str
-    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], AsyncIterator[Any]]:
-        async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]:
+        async def call(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             async with self._admitted(method, context):
                 request = await self._request(handler, context)
                 async with aclosing(handler.unary_stream(request, context)) as responses:
                     async for response in responses:
-                        yield response
+                        await context.write(response)  # as gRPC does with what a generator yields
 
         return call
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from treadle_server.engine.events import EngineEvent
+from treadle_server.engine.sequence import Deliver
 
 _T = TypeVar("_T")
 
@@ -62,11 +64,30 @@ def in_daemon_thread(function: Callable[[], _T]) -> asyncio.Future[_T]:
     return future
 
 
-def deliver_to(inbox: Inbox) -> Callable[[list[EngineEvent]], None]:
-    """Return a function that puts events into the inbox from another thread."""
-    loop = asyncio.get_running_loop()
+class Deliveries:
+    """Brings events from the engine thread to inboxes on an event loop, and wakes it once for all that wait.
 
-    def deliver(events: list[EngineEvent]) -> None:
-        loop.call_soon_threadsafe(inbox.put_nowait, events)
+    A step has events for every stream, and to wake a loop costs more than to put them all into their inboxes.
+    """
 
-    return deliver
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Inbox, list[EngineEvent]]] = deque()
+        self._woken = False
+
+    def to(self, inbox: Inbox) -> Deliver:
+        """Return a function that puts events into an inbox of the running loop from another thread."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: list[EngineEvent]) -> None:
+            self._waiting.append((inbox, events))
+            if not self._woken:
+                self._woken = True
+                loop.call_soon_threadsafe(self._hand_out)
+
+        return deliver
+
+    def _hand_out(self) -> None:
+        self._woken = False  # before it looks: what is appended from now on wakes the loop again
+        while self._waiting:
+            inbox, events = self._waiting.popleft()
+            inbox.put_nowait(events)

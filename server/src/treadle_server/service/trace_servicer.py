@@ -27,7 +27,7 @@ from treadle_server.language_model import Trace as TraceResult
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.service import convert
 from treadle_server.service.observability.call_record import current_call
-from treadle_server.service.off_loop import Inbox, deliver_to, run_off_loop
+from treadle_server.service.off_loop import Deliveries, Inbox, run_off_loop
 from treadle_server.service.served_models import ServedModels
 
 # Largest data of one message of a trace, in bytes.
@@ -84,7 +84,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
 
     async def _preview_prompt(self, model: LanguageModel, spec: PreviewSpec) -> SamplingPreview:
         inbox: Inbox = asyncio.Queue()
-        begin = partial(model.previewer.begin, spec, deliver_to(inbox))
+        begin = partial(model.previewer.begin, spec, Deliveries().to(inbox))
         pending = await run_off_loop(self._executor, begin, lambda begun: begun.active.cancel())
         try:
             while not is_over(await inbox.get()):

@@ -234,6 +234,7 @@ def partial_match(text: str, pattern: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(pattern[:n])), 0)
 
 
+@functools.lru_cache(maxsize=1 << 13)  # the tokens that texts are mostly made of
 def byte_level_bytes(token: str) -> bytes:
     """Return the bytes of a byte-level token; one with a character outside the alphabet stands for itself."""
     try:

@@ -33,6 +33,8 @@ class StopMatcher:
         """Take more text; return what can go out. Once `matched` is set, nothing more does."""
         if self.matched is not None:
             return ""
+        if not self._root.children:
+            return text
         start = len(self._held)
         text = self._held + text
         for index in range(start, len(text)):
