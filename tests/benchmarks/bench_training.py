@@ -1,12 +1,14 @@
 """Measures a training step beside PyTorch and prints a table.
 
-    python tests/benchmarks/bench_training.py [MODEL:ROWSxTOKENS ...] [--threads 1] [--steps 5]
+    python tests/benchmarks/bench_training.py [MODEL:ROWSxTOKENS ...] [--engines kernels torch] [--threads 1]
+
+Engines are the compute backends `numpy` and `kernels`, and `torch`; ratios are to the last one named.
 
 A step is forward, backward, clipping and AdamW, in float32, of rows of one length. Each engine runs in a process of its
-own; they take their steps in turn, so that what else the machine does falls on both alike, and one waits while the
-other works. Every rate is a median, the ratio that of the pairs' ratios. The rate by CPU second says what a quiet
-machine would give where other processes take the cores away. Memory is what a process needed at its highest beyond what
-it had once everything was imported and nothing loaded; it counts the weights.
+own; they take their steps in turn, so that what else the machine does falls on all alike, and the others wait while one
+works. Every rate is a median, a ratio that of the pairs' ratios. The rate by CPU second says what a quiet machine would
+give where other processes take the cores away. Memory is what a process needed at its highest beyond what it had once
+everything was imported and nothing loaded; it counts the weights.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,7 +36,7 @@ from rich.table import Table
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-5, (0.9, 0.95), 1e-8, 0.1, 1.0
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-PACKAGES = {"treadle": ("numpy",), "torch": ("torch", "transformers")}
+PACKAGES = {"numpy": ("numpy",), "kernels": ("numba", "llvmlite"), "torch": ("torch", "transformers")}
 # Above this share of the cores in other processes' hands, the machine counts as busy.
 BUSY_SHARE = 0.05
 
@@ -42,12 +46,15 @@ Rows = list[list[int]]
 Step = Callable[[Rows], float]
 
 
-def make_treadle() -> Callable[[Path], Step]:
+def make_treadle(backend: str) -> Callable[[Path], Step]:
     """Import treadle; the result loads a folder and returns a step that returns the loss."""
     from treadle_server import Trainer
 
+    if backend == "kernels":  # the compiler, which comes when a model is loaded
+        import_module("treadle_kernels.training_backend")
+
     def load(folder: Path) -> Step:
-        trainer = Trainer.load(folder)
+        trainer = Trainer.load(folder, backend=backend)
 
         def step(rows: Rows) -> float:
             result = trainer.forward_backward(rows)
@@ -84,7 +91,7 @@ def make_torch() -> Callable[[Path], Step]:
     return load
 
 
-ENGINES = {"treadle": make_treadle, "torch": make_torch}
+ENGINES = {"numpy": partial(make_treadle, "numpy"), "kernels": partial(make_treadle, "kernels"), "torch": make_torch}
 
 
 def serve(engine: str, folder: Path) -> None:
@@ -221,17 +228,17 @@ def busy_s() -> float:
 
 
 def add_rows(table: Table, task: Task, measured: Measured) -> None:
-    """Add a line for every engine; of two the first has its ratios to the second."""
+    """Add a line for every engine, with its ratios to the last."""
     names = list(measured.answers)
     for name in names:
         steps, peak_mb = measured.answers[name], measured.peak_mb(name)
         seconds, cpu_s = ([getattr(step, field) for step in steps] for field in ("seconds", "cpu_s"))
         ratios = ["", "", ""]
-        if len(names) == 2 and name == names[0]:
-            pairs = list(zip(measured.answers[names[1]], steps, strict=True))
+        if name != names[-1]:
+            pairs = list(zip(measured.answers[names[-1]], steps, strict=True))
             ratios[0] = f"{statistics.median(theirs.seconds / ours.seconds for theirs, ours in pairs):.2f}"
             ratios[1] = f"{statistics.median(theirs.cpu_s / ours.cpu_s for theirs, ours in pairs):.2f}"
-            ratios[2] = f"{peak_mb / measured.peak_mb(names[1]):.2f}"
+            ratios[2] = f"{peak_mb / measured.peak_mb(names[-1]):.2f}"
         tokens = task.num_rows * task.num_tokens
         rates = f"{tokens / statistics.median(seconds):,.0f}", f"{tokens / statistics.median(cpu_s):,.0f}"
         table.add_row(str(task), name, rates[0], ratios[0], rates[1], ratios[1], f"{peak_mb:,.0f}", ratios[2])

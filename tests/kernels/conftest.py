@@ -46,6 +46,14 @@ def kernels():
 
 
 @pytest.fixture(scope="session")
+def training():
+    """The backend that trains, compiled before as a trainer has it compiled."""
+    from treadle_kernels.plugin import make_training
+
+    return make_training("float32")
+
+
+@pytest.fixture(scope="session")
 def load_decoder(golden: Path, kernels) -> Callable[..., Decoder]:
     """Loads a reference model by name, on the compiled backend."""
 

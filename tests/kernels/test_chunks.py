@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from treadle_server.model.prepared import Linear
 
 
@@ -27,7 +29,7 @@ def multiply_after(kernels, stalled: int):
 def test_a_thread_that_sleeps_is_not_waited_for(kernels):
     """Chunks that somebody took and never finished are made by those who are awake; the result has the same bits."""
     out, expected, _, taken = multiply_after(kernels, stalled=3)
-    assert taken == [0, 1, 2]
+    assert taken == [0, 7, 1]  # of 13, for two threads
     assert out.tobytes() == expected.tobytes()
 
 
@@ -43,15 +45,29 @@ def test_a_late_result_is_dropped(kernels):
 
 def test_each_chunk_is_committed_by_one(kernels):
     """Of two who made the same chunk the first commits."""
-    from treadle_kernels.chunks import CONTROL_SIZE, begin_commit, end_commit, take_chunk
+    from treadle_kernels.chunks import begin_commit, end_commit, new_control, take_chunk
 
-    control = np.zeros(CONTROL_SIZE, np.int64)
+    control = new_control(1)
     assert take_chunk(control, 5, 1) == 0
     assert begin_commit(control, 5, 0)
     assert not begin_commit(control, 5, 0)
     end_commit(control, 5, 0)
     assert take_chunk(control, 5, 1) == -1
     assert take_chunk(control, 6, 1) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_threads=st.integers(1, 16), num_chunks=st.integers(1, 100))
+def test_each_thread_is_given_a_run_of_chunks(kernels, num_threads, num_chunks):
+    """All chunks are given out, each once; who takes every n-th of them gets neighbours."""
+    from treadle_kernels.chunks import new_control, take_chunk
+
+    control = new_control(num_threads)
+    taken = [take_chunk(control, 1, num_chunks) for _ in range(num_chunks)]
+    assert sorted(taken) == [*range(num_chunks)]
+    for thread in range(num_threads):
+        own = taken[thread::num_threads]
+        assert own == [*range(own[0], own[0] + len(own))] if own else num_chunks < num_threads
 
 
 def test_callers_take_turns(kernels):

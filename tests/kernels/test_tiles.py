@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 @functools.cache
 def compiled():
-    """Softmax, gate and mixing as functions of arrays."""
+    """Softmax, gate, mixing and transposing as functions of arrays."""
     from numba import njit
-    from treadle_kernels.step import _address, _mix
+    from treadle_kernels.step import _address, _mix, _transpose
     from treadle_kernels.tiles import silu_gate, softmax_row
 
     @njit
@@ -28,9 +28,14 @@ def compiled():
     @njit
     def mix(weights, values, out):
         (rows, count), dim = weights.shape, values.shape[1]
-        _mix(_address(weights), weights.strides[0], rows, _address(values), count, dim, _address(out))
+        source = (_address(weights), weights.strides[0], rows, _address(values), values.strides[0])
+        _mix(*source, count, dim, _address(out), out.strides[0])
 
-    return softmax, gate, mix
+    @njit
+    def transpose(keys, turned):
+        _transpose(_address(keys), len(keys), keys.shape[1], _address(turned))
+
+    return softmax, gate, mix, transpose
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,7 +83,7 @@ def test_vectors_fold_alike_alone_and_together(kernels, count):
 
     @njit
     def dots(weight, x, out):
-        matrix = (_address(weight), weight.strides[0], len(weight), 0, 0, 0)
+        matrix = (_address(weight), weight.strides[0], len(weight), _address(weight), 0)
         dot_strip(1, count, "float32", matrix, (_address(x), 0, len(x), _address(out), 0))
 
     rng = np.random.default_rng(0)
@@ -88,3 +93,17 @@ def test_vectors_fold_alike_alone_and_together(kernels, count):
     for row in range(8):
         dots(weight[row : row + 1], x, one)
         assert one[0] == out[row]
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 64), head_dim=st.integers(1, 70))
+def test_keys_are_turned_exactly(kernels, count, head_dim):
+    """Whatever the sizes, a block of keys lies there turned, and nothing behind its room is written."""
+    from treadle_kernels.step import KEY_BLOCK, turned_floats
+
+    keys = np.random.default_rng(count * head_dim).standard_normal((count, head_dim)).astype(np.float32)
+    room = np.full(turned_floats(head_dim) + 16, 7, np.float32)
+    compiled()[3](keys, room)
+    turned = room[: head_dim * KEY_BLOCK].reshape(head_dim, KEY_BLOCK)
+    assert (turned[:, :count] == keys.T).all()
+    assert (room[-16:] == 7).all()

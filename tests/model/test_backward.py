@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from treadle_plugin_api.backend import Adapter, Array, Batch, LowRank
 from treadle_server.checkpoints.loading import load_checkpoint
-from treadle_server.model import backward, ops_backward
+from treadle_server.model import ops_backward, primitives
 from treadle_server.model.adapters import lora_arrays
 from treadle_server.model.params import Params, random_arrays
 from treadle_server.model.trainable import TrainableDecoder
@@ -100,8 +100,8 @@ def test_frozen_matrices_cost_no_product_and_layers_below_the_lowest_wanted_none
     decoder, batch = odd_trainable
     products, passes = [], []
     monkeypatch.setattr(ops_backward, "linear_weight_backward", lambda x, dy: products.append(dy.T @ x) or products[-1])
-    attend = backward.attention_backward
-    monkeypatch.setattr(backward, "attention_backward", lambda *args: passes.append(1) or attend(*args))
+    attend = primitives.attention_backward
+    monkeypatch.setattr(primitives, "attention_backward", lambda *args: passes.append(1) or attend(*args))
     found = gradients(decoder, batch, lora_arrays(batch.adapters[0]))
     assert len(found) == 4
     assert (len(products), len(passes)) == (0, len(IDS))

@@ -25,6 +25,7 @@ PACKAGES = {
     "clients/python": "treadle_client",
     "weights": "treadle_weights",
     "server": "treadle_server",
+    "plugins/kernels": "treadle_kernels",
 }
 # A path that breaks whatever forgets to quote or to decode.
 CLONE_NAME = "treadle 猫 clone"

@@ -39,10 +39,10 @@ def test_the_umbrella_brings_every_part(root: Path, parts) -> None:
 
 
 def test_developers_get_every_part(root: Path, parts) -> None:
-    """requirements-dev.txt installs each distribution editable, whatever extras it takes, and those of extras too."""
+    """requirements-dev.txt installs each distribution editable, whatever extras it takes."""
     lines = (root / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
     editable = {line.partition("[")[0] for line in lines if line.startswith("-e")}
-    assert editable == {*(f"-e ./{part.folder}" for part in parts), "-e ./plugins/kernels"}
+    assert editable == {f"-e ./{part.folder}" for part in parts}
 
 
 def test_the_readme_installs_it_with_what_it_needs(part, parts) -> None:

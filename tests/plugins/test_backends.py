@@ -129,3 +129,34 @@ def test_auto_falls_back_on_numpy(monkeypatch, caplog):
     monkeypatch.setattr(decoder, "AUTO_BACKEND", "broken")
     assert make_backend("auto", "float32", "fast", {"broken": BackendFactory("broken", broken)}).name == "numpy"
     assert "no such instruction" in caplog.text
+
+
+KEEPING = BackendFactory("keeping", lambda dtype, numerics: Counting(dtype), keeps=("int8",))
+
+
+@pytest.mark.parametrize("name", ["auto", "keeping"])
+def test_a_quantised_model_gets_a_backend_that_multiplies_with_it(name):
+    """By its name, or as `auto`, which otherwise takes NumPy's."""
+    plugged = {"counting": COUNTING, "keeping": KEEPING}
+    assert make_backend(name, "float32", "fast", plugged, quantize="int8").name == "counting"
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "plugged", "message"),
+    [
+        ("counting", "int8", [COUNTING, KEEPING], "int8, but the compute backend 'counting' .* float32: keeping"),
+        ("keeping", "int4", [COUNTING, KEEPING], "quantize is int4, but .* 'keeping' .* no installed one does"),
+        ("auto", "int8", [COUNTING], "quantize is int8, but .* 'auto' .* treadle-kernels has one"),
+        ("numpy", "int8", [KEEPING], "quantize is int8, but the compute backend 'numpy' does not take it"),
+    ],
+)
+def test_a_backend_that_widens_is_refused(name, quantize, plugged, message):
+    """The error names the option, and the backends that could be asked for."""
+    with pytest.raises(ConfigError, match=message):
+        make_backend(name, "float32", "fast", {one.name: one for one in plugged}, quantize=quantize)
+
+
+def test_an_unknown_number_of_bits_is_refused():
+    """The error says which there are."""
+    with pytest.raises(ValueError, match="quantize must be int8 or int4, but is 'int2'"):
+        make_backend("auto", "float32", "fast", quantize="int2")

@@ -318,7 +318,8 @@ def test_gradients_that_overflow_together_are_refused(load_trainer: Any) -> None
     """The step changes nothing; forgetting them lets training go on."""
     one, other = load_trainer(), load_trainer()
     one.forward_backward(IDS)
-    one._gathered._sums["final_norm.weight"][0] = np.inf
+    one._gathered.sums["final_norm.weight"][0] = np.inf
+    one.forward_backward(IDS)
     with pytest.raises(TrainingError, match="gradients' norm is inf: nothing was changed; zero_gradients forgets them"):
         one.optim_step(lr=0.1)
     assert one.step == 0

@@ -54,6 +54,13 @@ class ServerConfig(ObservedConfig):
     numerics: Literal["fast", "reproducible"] = Field(
         "fast", description="reproducible: a result never depends on what else is in the batch"
     )
+    quantize: Literal["int8", "int4"] | None = Field(
+        None, description="what large matrices are rounded to when a model is loaded; nothing if unset"
+    )
+    activations: Literal["float32", "bf16"] = Field(
+        "float32",
+        description="what activations are rounded to before they meet a matrix in bfloat16; `float32` not at all",
+    )
     max_message_bytes: Annotated[int, Field(ge=1 << 16)] = Field(16 << 20, description="largest message, in bytes")
     grace_s: Annotated[float, Field(ge=0)] = Field(30.0, description="seconds that requests get to finish at shutdown")
     max_queued_requests: Annotated[int, Field(ge=1)] = Field(256, description="requests that may wait, a model")

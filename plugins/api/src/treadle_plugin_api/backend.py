@@ -23,6 +23,9 @@ Observer = Callable[[str, Array], None]
 PreparedT = TypeVar("PreparedT")
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2})
+# Bits of a number in the quantised formats; GROUP_SIZE consecutive numbers of a row share a scale.
+QUANTISED_BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4})
+GROUP_SIZE = 32
 
 
 class Weight(ABC):
@@ -30,8 +33,8 @@ class Weight(ABC):
 
     Attributes:
         shape: shape of the canonical parameter.
-        dtype: name of the stored number format: `float64`, `float32`, `float16`, `bfloat16`.
-        scales: what stored numbers are multiplied by when the format is quantised, else None.
+        dtype: name of the stored number format: `float64`, `float32`, `float16`, `bfloat16`, `int8`, `int4`.
+        scales: what stored numbers are multiplied by when the format is quantised, else None; see QuantisedWeight.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +76,52 @@ class ArrayWeight(Weight):
         view = self.data.view()
         view.flags.writeable = False
         return view
+
+
+class QuantisedWeight(Weight):
+    """A matrix of whole numbers, of which each GROUP_SIZE consecutive ones of a row are multiplied by a scale.
+
+    Attributes:
+        numbers: what `view` returns: of int8 `[out, in] int8`; of int4 `[out, (in + 1) // 2] uint8`, two numbers a
+            byte, 8 more than they are, the first in the low half.
+        scales: `[out, groups] bfloat16`; the last group may be shorter than the others.
+    """
+
+    scales: Array
+
+    def __init__(self, numbers: Array, scales: Array, num_columns: int) -> None:
+        self.numbers = numbers
+        self.scales = scales
+        self.shape = (len(numbers), num_columns)
+        self.dtype = "int8" if numbers.dtype == np.int8 else "int4"
+
+    def read_into(self, out: Array) -> None:
+        """Fill `out` with the products of numbers and scales, which float32 holds exactly."""
+        num_rows = max(1, (1 << 20) // max(1, self.shape[1]))  # at once, to take little memory beside `out`
+        for start in range(0, self.shape[0], num_rows):
+            rows = slice(start, start + num_rows)
+            scales = np.repeat(self.scales[rows].astype(out.dtype), GROUP_SIZE, axis=1)
+            np.multiply(self.integers(rows), scales[:, : self.shape[1]], out=out[rows])
+
+    def integers(self, rows: slice = slice(None)) -> NDArray[np.int8]:
+        """Return the numbers of some rows, `[rows, in]`."""
+        if self.dtype == "int8":
+            plain: NDArray[np.int8] = self.numbers[rows]
+            return plain
+        packed = self.numbers[rows]
+        halves = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)[:, : self.shape[1]]
+        return halves.astype(np.int8) - np.int8(8)
+
+    def view(self) -> Array:
+        """Return the numbers as they are stored, read-only."""
+        view = self.numbers.view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the numbers and their scales."""
+        return int(self.numbers.nbytes + self.scales.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +286,6 @@ class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
 
         Norm scales that are stored minus one are here plus one.
         """
+
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what does the same as a loss or an optimizer of the server, faster, or the function itself."""

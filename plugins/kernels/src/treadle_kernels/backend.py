@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api.backend import Adapter, Array, Batch, CacheView, Observer, Weight
+from treadle_plugin_api.backend import QUANTISED_BITS, Adapter, Array, Batch, CacheView, Observer, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
 from treadle_server.model.pass_state import rotary_tables
 from treadle_server.model.prepared import Linear, PreparedDecoder, prepare_decoder
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
 
 from treadle_kernels import products
-from treadle_kernels.emit import STORED
 from treadle_kernels.fused_forward import FusedDecoder, KernelDecoder
-from treadle_kernels.stored import GROUP_SHIFT, StoredMatrix, quantise_matrix, read_matrix
+from treadle_kernels.panels import Layout
+from treadle_kernels.quantised_products import make_quantised_kernels
+from treadle_kernels.quantised_tiles import PANEL_ROWS
+from treadle_kernels.stored import StoredMatrix
 from treadle_kernels.team import Team, Work
 
 # Rows of weights in a chunk of a product by itself: 32 to 512, so that there are some dozen for each thread.
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS, CHUNKS_A_THREAD = 32, 512, 16
 MAX_ROWS = 8192  # of x at once: a head of a million rows then has 350,000 chunks
+# Kernels by the dtype that stored numbers come in.
+FORMS = MappingProxyType({"uint16": "bfloat16", "float32": "float32"})
+ROUNDED_FORMS = MappingProxyType({"uint16": "bfloat16_rounded"})
 
 
 class KernelBackend(ReproducibleNumpyBackend):
-    """float32 arithmetic on weights as stored, or rounded to int8. Always reproducible: a sum has one order."""
+    """float32 arithmetic on weights as stored; of int8 and int4 the activations are rounded to int8.
+
+    With `rounded`, activations are rounded to bfloat16 before they meet a matrix in bfloat16. Always reproducible: a
+    sum has one order.
+    """
 
     name = "kernels"
 
-    def __init__(self, num_threads: int, *, quantise: bool = False) -> None:
+    def __init__(self, num_threads: int, *, rounded: bool = False) -> None:
         super().__init__(np.float32)
-        if quantise:
-            self.name = "kernels_int8"
-        self._read_matrix = quantise_matrix if quantise else read_matrix
         self._team = Team(num_threads)
-        self._compiled = {stored: products.make_kernel(stored) for stored in STORED}
-        self._kernels = {stored: int(compiled.address) for stored, compiled in self._compiled.items()}
+        forms = FORMS | ROUNDED_FORMS if rounded else FORMS
+        self._compiled = {stored: products.make_kernels(form) for stored, form in forms.items()}
+        self._compiled |= {stored: make_quantised_kernels(bits) for stored, bits in QUANTISED_BITS.items()}
+        self._kernels = {stored: _addresses(*compiled) for stored, compiled in self._compiled.items()}
 
     def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> KernelDecoder:
-        """Map matrices that kernels read as they are stored, and read the rest widened; or round them all."""
-        return KernelDecoder.of(prepare_decoder(config, params, self.dtype, self._read_matrix), self._kernels)
+        """Map matrices that kernels read as they are stored, lay out quantised ones, and read the rest widened."""
+        return KernelDecoder.of(
+            prepare_decoder(config, params, self.dtype, Layout().read), self._kernels, self._team.num_threads
+        )
 
     def forward(
         self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
@@ -79,13 +91,14 @@ class KernelBackend(ReproducibleNumpyBackend):
                 self.linear(x[start : start + MAX_ROWS], linear, out[start : start + MAX_ROWS])
             return out
         x, target = np.require(x, requirements=["C", "W"]), np.require(out, requirements=["C"])
-        kernel, team, num_pieces = self._kernels[matrix.stored], self._team, self._team.num_threads * CHUNKS_A_THREAD
-        chunk_rows = min(max(MIN_CHUNK_ROWS, len(matrix) // num_pieces), MAX_CHUNK_ROWS)
-        scratch = np.empty((team.num_threads, products.BLOCK_ROWS * chunk_rows), np.float32)
+        kernels, team, num_pieces = self._kernels[matrix.stored], self._team, self._team.num_threads * CHUNKS_A_THREAD
+        chunk_rows = min(max(MIN_CHUNK_ROWS, len(matrix) // num_pieces // PANEL_ROWS * PANEL_ROWS), MAX_CHUNK_ROWS)
+        floats = products.BLOCK_ROWS * (products.packed_floats(x.shape[1]) + chunk_rows)
+        scratch = np.empty((team.num_threads, floats), np.float32)
 
         def make(operation: int) -> Work:
             call = products.linear
-            at = (kernel, GROUP_SHIFT, matrix.segments, x, target, chunk_rows, team.control, operation)
+            at = (kernels, matrix.segments, x, target, chunk_rows, team.control, operation)
             return Work(lambda thread: call(*at, scratch[thread]), matrix)
 
         team.run(1, make)
@@ -94,6 +107,10 @@ class KernelBackend(ReproducibleNumpyBackend):
         if linear.bias is not None:
             out += linear.bias
         return out
+
+
+def _addresses(pack: Any, multiply: Any) -> products.Kernels:
+    return products.Kernels(int(pack.address), int(multiply.address))
 
 
 def _by_adapter(adapters: Sequence[Adapter | None]) -> list[list[int]]:

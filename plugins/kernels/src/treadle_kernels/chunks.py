@@ -7,14 +7,18 @@ itself: whoever took it may have been stopped by the scheduler for milliseconds.
 makes them, and what a late one makes is dropped. So a thread is waited for only while it copies a result, and a step
 never waits for helpers to start.
 
-`control` is `[CONTROL_SIZE] int64`: the operation and how many of its chunks are taken, and for every chunk the last
-operation that was committed, and that is written.
+Each thread is given chunks of a run of its own, as long as all are equally fast: what it fetches ahead of itself from
+memory is then what it reads next.
+
+`control` is `[CONTROL_SIZE] int64`: the operation and how many of its chunks are taken; the number of threads; and for
+every chunk the last operation that was committed, and that is written.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from treadle_kernels.memory import load_acquire, pause, replace_if, store_release
 
@@ -24,9 +28,16 @@ CONTROL_SIZE = 8 + 2 * MAX_CHUNKS
 
 _TAKEN_BITS = 24
 _TAKEN = (1 << _TAKEN_BITS) - 1
-_COMMITTED, _WRITTEN = 8, 8 + MAX_CHUNKS
+NUM_THREADS, _COMMITTED, _WRITTEN = 1, 8, 8 + MAX_CHUNKS
 # Pauses of 20 to 40 ns until a thread does another's chunk over: longer than a chunk of a decoding step takes.
 _PATIENCE = 1000
+
+
+def new_control(num_threads: int) -> NDArray[np.int64]:
+    """Return what so many threads agree by, before the first operation."""
+    control = np.zeros(CONTROL_SIZE, np.int64)
+    control[NUM_THREADS] = num_threads
+    return control
 
 
 @njit(nogil=True)
@@ -46,7 +57,14 @@ def take_chunk(control, operation, num_chunks):
         if taken >= num_chunks:
             return _unfinished(control, operation, num_chunks)
         if replace_if(_at(control, 0), word, (operation << _TAKEN_BITS) | (taken + 1)):
-            return taken
+            return _spread(taken, num_chunks, control[NUM_THREADS])
+
+
+@njit(nogil=True)
+def _spread(taken, num_chunks, num_threads):
+    """Return the chunk that comes as number `taken`: the first ones of as many runs as there are threads, and so on."""
+    run = taken % num_threads
+    return run * (num_chunks // num_threads) + min(run, num_chunks % num_threads) + taken // num_threads
 
 
 @njit(nogil=True)

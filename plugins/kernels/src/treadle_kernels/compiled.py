@@ -24,7 +24,12 @@ from treadle_kernels.machine import Machine, is_portable
 CACHE = "TREADLE_KERNELS_CACHE"
 
 # The modules that machine code is made of.
-_COMPILED = ("chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles")
+_COMPILED = (
+    *("chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles"),
+    *("quantised_products", "quantised_tiles"),
+    *("training_attention", "training_emit", "training_products"),
+    *("training_row_tiles", "training_rows", "training_tiles"),
+)
 
 if is_portable():
     # Numba asks the host unless it is told otherwise, and may have read its variables before this package is imported.

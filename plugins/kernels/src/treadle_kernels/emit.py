@@ -19,8 +19,7 @@ F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntTy
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 
-# Stored formats by the name of the NumPy dtype that carries them: the element, and its bytes. bfloat16 comes as uint16.
-STORED = {"uint16": (I16, 2), "float32": (F32, 4), "int8": (I8, 1)}
+SHORTS = ir.VectorType(I16, 2 * LANES)
 
 # exp(r) for |r| <= ln(2) / 2: 1 + r + r^2 times this polynomial, highest power first (Cephes' expf).
 EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -31,12 +30,26 @@ ROUND = 12582912.0  # 1.5 * 2^23: adding and taking it off again rounds to the n
 Value = Any
 
 
-class Emitter:
-    """Emits into one function; `fused` as the machine has it."""
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
 
-    def __init__(self, builder: Any, *, fused: bool) -> None:
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class Emitter:
+    """Emits into one function; `fused` and `pairs` as the machine has it."""
+
+    def __init__(self, builder: Any, *, fused: bool, pairs: bool = False) -> None:
         self.builder = builder
         self.fused = fused
+        self.pairs = pairs
 
     def number(self, value: int) -> Value:
         """An int64."""
@@ -71,19 +84,20 @@ class Emitter:
         """Write a scalar or a vector."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer())).align = 1
 
-    def lanes_below(self, count: Value) -> Value:
+    def lanes_below(self, count: Value, lanes: int = LANES) -> Value:
         """The mask of the lanes whose number is below an int64."""
-        narrow = self.builder.trunc(count, I32)
-        first = self.builder.insert_element(ir.Constant(INTS, ir.Undefined), narrow, ir.Constant(I32, 0))
-        every = self.builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
-        return self.builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), every)
+        kind, narrow = ir.VectorType(I32, lanes), self.builder.trunc(count, I32)
+        first = self.builder.insert_element(ir.Constant(kind, ir.Undefined), narrow, ir.Constant(I32, 0))
+        every = self.builder.shuffle_vector(first, first, ir.Constant(kind, [0] * lanes))
+        return self.builder.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
 
     def load_some(self, kind: Any, address: Value, mask: Value) -> Value:
         """Read the lanes of a mask and nothing else of memory; the others are 0."""
         pointer = self.builder.inttoptr(address, kind.as_pointer())
-        zero = ir.Constant(kind, [0] * LANES)
+        zero = ir.Constant(kind, [0] * kind.count)
         short = {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[kind.element]
-        function = self._intrinsic(f"llvm.masked.load.v16{short}.p0", kind, [pointer.type, I32, MASK, kind])
+        name = f"llvm.masked.load.v{kind.count}{short}.p0"
+        function = self._intrinsic(name, kind, [pointer.type, I32, mask.type, kind])
         return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero])
 
     def store_some(self, value: Value, address: Value, mask: Value) -> None:
@@ -93,11 +107,19 @@ class Emitter:
         function = self._intrinsic("llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
         self.builder.call(function, [value, pointer, ir.Constant(I32, 1), mask])
 
-    def prefetch(self, address: Value) -> None:
-        """Have a line of memory brought near; an address that is nobody's does no harm."""
+    def prefetch(self, address: Value, near: int = 3) -> None:
+        """Have a line of memory brought to the first-level cache, or the second with near = 2.
+
+        An address that is nobody's does no harm.
+        """
         pointer = self.builder.inttoptr(address, I8.as_pointer())
         function = self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.type, I32, I32, I32])
-        self.builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, 3, 1))])
+        self.builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (0, near, 1))])
+
+    def barrier(self) -> None:
+        """Have what comes later read memory again: it then needs no register until it does."""
+        kind = ir.FunctionType(ir.VoidType(), [])
+        self.builder.asm(kind, "", "~{memory}", [], side_effect=True)
 
     def multiply_add(self, a: Value, b: Value, c: Value) -> Value:
         """A * b + c."""
@@ -110,11 +132,44 @@ class Emitter:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def widen(self, stored: str, value: Value) -> Value:
-        """Stored lanes as float32."""
-        if stored == "uint16":
-            wide = self.builder.zext(value, INTS)
-            return self.builder.bitcast(self.builder.shl(wide, ir.Constant(INTS, [16] * LANES)), FLOATS)
-        return self.builder.sitofp(self.builder.sext(value, INTS), FLOATS) if stored == "int8" else value
+        """16 bfloat16 as float32."""
+        wide = self.builder.zext(value, INTS)
+        return self.builder.bitcast(self.builder.shl(wide, ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+    def widen_pairs(self, value: Value) -> tuple[Value, Value]:
+        """32 bfloat16 as float32: those at even places, and those at odd ones."""
+        words = self.builder.bitcast(value, INTS)
+        even = self.builder.shl(words, ir.Constant(INTS, [16] * LANES))
+        odd = self.builder.and_(words, ir.Constant(INTS, [-(1 << 16)] * LANES))
+        return self.builder.bitcast(even, FLOATS), self.builder.bitcast(odd, FLOATS)
+
+    def pair(self, first: Value, second: Value) -> tuple[Value, Value]:
+        """Of 32 lanes in two vectors those at even places, and those at odd ones."""
+        even, odd = (_lanes(range(start, 2 * LANES, 2)) for start in (0, 1))
+        return self.builder.shuffle_vector(first, second, even), self.builder.shuffle_vector(first, second, odd)
+
+    def round(self, value: Value) -> Value:
+        """16 float32 rounded to bfloat16, to the nearest, of two to the even one; NaN stays NaN. `<16 x i16>`."""
+        b, bits = self.builder, self.builder.bitcast(value, INTS)
+
+        def every(number: int) -> Value:
+            return ir.Constant(INTS, [number] * LANES)
+
+        last = b.and_(b.lshr(bits, every(16)), every(1))
+        rounded = b.add(b.add(bits, every(0x7FFF)), last)
+        quiet = b.or_(bits, every(1 << 22))
+        chosen = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+        return b.trunc(b.lshr(chosen, every(16)), ir.VectorType(I16, LANES))
+
+    def add_pairs(self, a: Value, b: Value, c: Value) -> Value:
+        """C plus in each lane two products of bfloat16, of the even and the odd place; a and b `<32 x i16>`."""
+        if not self.pairs:
+            for one, other in zip(self.widen_pairs(a), self.widen_pairs(b), strict=True):
+                c = self.multiply_add(one, other, c)
+            return c
+        kind = ir.VectorType(_BFloat(), 2 * LANES)
+        function = self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, kind, kind])
+        return self.builder.call(function, [c, self.builder.bitcast(a, kind), self.builder.bitcast(b, kind)])
 
     def exp(self, x: Value) -> Value:
         """E to the power of each lane, within two units in the last place; held at the ends of float32's range."""
@@ -133,6 +188,22 @@ class Emitter:
         exponent = self.builder.add(self.builder.fptosi(twos, INTS), ir.Constant(INTS, [127] * LANES))
         power = self.builder.bitcast(self.builder.shl(exponent, ir.Constant(INTS, [23] * LANES)), FLOATS)
         return self.builder.fmul(series, power)
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """16 vectors of 16 lanes, turned: lane i of vector j becomes lane j of vector i."""
+        turned, width = list(rows), 1
+        while width < LANES:
+            # Of two vectors `width` apart, odd runs of lanes of the first change places with even ones of the other.
+            lanes = range(LANES)
+            kept = [lane if not lane & width else lane - width + LANES for lane in lanes]
+            taken = [lane + width if not lane & width else lane + LANES for lane in lanes]
+            pairs = [(i, i + width) for i in range(LANES) if not i & width]
+            for i, j in pairs:
+                a, b = turned[i], turned[j]
+                turned[i] = self.builder.shuffle_vector(a, b, _lanes(kept))
+                turned[j] = self.builder.shuffle_vector(a, b, _lanes(taken))
+            width *= 2
+        return turned
 
     def fold(self, vectors: Sequence[Value], combine: Any) -> Value:
         """Bring each vector's lanes down to one, by halves: i with i + 8, then + 4, + 2, + 1; `[len(vectors)]`.

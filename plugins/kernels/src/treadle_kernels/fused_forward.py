@@ -8,29 +8,32 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api.backend import Array, Batch, CacheView
+from treadle_plugin_api.backend import QUANTISED_BITS, Array, Batch, CacheView
 from treadle_plugin_api.decoder_config import DecoderConfig
 from treadle_server.model.prepared import Layer, Linear, Mlp, PreparedDecoder
 
 from treadle_kernels.chunks import MAX_CHUNKS
-from treadle_kernels.products import BLOCK_ROWS
-from treadle_kernels.step import OPERATIONS_A_LAYER, QUERY_ROWS, Model, Room, Tokens, step
-from treadle_kernels.stored import GROUP_SHIFT, StoredMatrix, address_of
+from treadle_kernels.products import BLOCK_ROWS, Kernels, packed_floats
+from treadle_kernels.quantised_tiles import PANEL_ROWS
+from treadle_kernels.step import OPERATIONS_A_LAYER, QUERY_ROWS, Model, Room, Tokens, step, turned_floats
+from treadle_kernels.stored import StoredMatrix, address_of
 from treadle_kernels.team import Team, Work
 
 Integers = NDArray[np.int64]
 
-# Rows of weights in a chunk. A chunk of one row of x takes some microseconds: long beside what taking one costs, short
-# beside an operation, at whose end threads wait for each other.
-OUT_ROWS, UP_ROWS = 16, 32
+# Rows of weights in a chunk, at most. A chunk of one row of x takes some microseconds: long beside what taking one
+# costs, short beside an operation, at whose end threads wait for each other. Quantised rows are shorter.
+OUT_ROWS, UP_ROWS = 32, 64
+QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS = 96, 128
+CHUNKS_A_THREAD = 3
 NO_WINDOW = 1 << 40
 
 
 def fits(prepared: PreparedDecoder) -> bool:
     """Whether a decoder is of the common kind.
 
-    That is: RMS norms before each sublayer, rotary positions in halves or none, plain scores with a window or without,
-    silu with a gate, residuals one after the other, all matrices stored alike.
+    That is: RMS norms before each sublayer, and of each query and key or not, rotary positions in halves or none, plain
+    scores with a window or without, silu with a gate, residuals one after the other, all matrices stored alike.
     """
     return _plain(prepared.config) and len({one.stored for one in _matrices(prepared)}) == 1
 
@@ -48,7 +51,8 @@ def _attends_plainly(config: DecoderConfig) -> bool:
     attention, positions = config.attention, config.positions
     rotaries = [positions.rotary_of(layer) for layer in range(config.num_layers)]
     return (
-        (attention.qk_norm, attention.softcap, attention.clip_qkv) == ("none", None, None)
+        attention.qk_norm in ("none", "head")
+        and (attention.qk_norm_bias, attention.softcap, attention.clip_qkv) == (False, None, None)
         and attention.scale > 0
         and positions.kind in ("rotary", "none")
         and not any(rotary.interleaved for rotary in rotaries if rotary is not None)
@@ -71,17 +75,17 @@ class FusedDecoder:
     model: Model
 
     @classmethod
-    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, int]) -> FusedDecoder | None:
-        """Lay out a decoder, given the kernels' addresses by stored format; None where the step does not fit it."""
+    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, Kernels], num_threads: int = 1) -> FusedDecoder | None:
+        """Lay out a decoder, given the kernels by stored format; None where the step does not fit it."""
         if not fits(prepared):
             return None
         config, stored = prepared.config, _matrices(prepared)[0].stored
         attention = config.attention
+        is_quantised = stored in QUANTISED_BITS
+        most = (QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS) if is_quantised else (OUT_ROWS, UP_ROWS)
         model = Model(
-            kernel=kernels[stored],
-            f32=kernels["float32"],
-            item_bytes=np.dtype(stored).itemsize,
-            group_shift=GROUP_SHIFT,
+            kernels=kernels[stored],
+            f32=kernels["float32"].multiply,
             layers=np.array([_layer_row(layer) for layer in prepared.layers], np.int64),
             scales=np.array([layer.scoring.scale for layer in prepared.layers], np.float32),
             eps=np.float32(config.norm.eps),
@@ -89,8 +93,8 @@ class FusedDecoder:
             kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             half=prepared.rotaries[0].dim // 2 if prepared.rotaries else 0,
-            out_rows=OUT_ROWS,
-            up_rows=UP_ROWS,
+            out_rows=_chunk_rows(config.dim, most[0], num_threads),
+            up_rows=_chunk_rows(config.mlp.hidden_dim, most[1], num_threads),
         )
         return cls(config, model)
 
@@ -109,7 +113,8 @@ class FusedDecoder:
     def _check(self, num_rows: int) -> None:
         """Raise ValueError for more rows than an operation has chunks for; that is some ten thousands."""
         model, config = self.model, self.config
-        pieces = max(model.heads + 2 * model.kv_heads, config.mlp.hidden_dim // UP_ROWS, config.dim // OUT_ROWS) + 1
+        most = max(config.mlp.hidden_dim // model.up_rows, config.dim // model.out_rows)
+        pieces = max(model.heads + 2 * model.kv_heads, most + 1)
         if max(pieces * (num_rows // BLOCK_ROWS + 1), num_rows * model.kv_heads) > MAX_CHUNKS:
             raise ValueError(f"a pass of {num_rows} tokens is too long for the compiled step: give it in pieces")
 
@@ -118,7 +123,7 @@ class FusedDecoder:
         model, config, num_rows = self.model, self.config, len(x)
         q, heads = np.empty((2, num_rows, model.heads * model.head_dim), np.float32)
         room = Room(x, q, heads, np.empty((num_rows, config.mlp.hidden_dim), np.float32))
-        size = _scratch_size(config, int(tokens.rows[:, 1].max()) + 1)
+        size = _scratch_size(config, model, int(tokens.rows[:, 1].max()) + 1)
         scratch = np.empty((team.num_threads, size), np.float32)
 
         def make(first: int) -> Work:
@@ -135,32 +140,33 @@ class KernelDecoder(PreparedDecoder):
     fused: FusedDecoder | None = None
 
     @classmethod
-    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, int]) -> KernelDecoder:
+    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, Kernels], num_threads: int = 1) -> KernelDecoder:
         """Lay a decoder out."""
         values = {one.name: getattr(prepared, one.name) for one in fields(PreparedDecoder)}
-        return cls(**values, fused=FusedDecoder.of(prepared, kernels))
+        return cls(**values, fused=FusedDecoder.of(prepared, kernels, num_threads))
 
 
 def _layer_row(layer: Layer) -> list[int]:
     """Return the columns of `step.Model.layers`."""
     if not isinstance(layer.mlp, Mlp):
         raise TypeError("a layer with experts has no place in the compiled step")
-    first, second = (_address(None if norm is None else norm.weight) for norm in (layer.attention_norm, layer.mlp_norm))
+    norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    first, second, *heads = (_address(None if norm is None else norm.weight) for norm in norms)
     projections, (out, down) = _parts(layer.qkv), (_parts(layer.out), _parts(layer.mlp.down))
     ups = _parts(layer.mlp.up)
     window = layer.scoring.window or NO_WINDOW
     rotary = -1 if layer.rotary_id is None else layer.rotary_id
-    return [first, *projections, *out, second, *ups, *down, window, rotary]
+    return [first, *projections, *out, second, *ups, *down, window, rotary, *heads]
 
 
 def _parts(linear: Linear) -> list[int]:
-    """Return the addresses of the matrices that lie in one linear: of each its numbers, scales and bias."""
+    """Return the addresses of the matrices that lie in one linear: of each the columns that `step` has."""
     matrix = linear.weight
     if not isinstance(matrix, StoredMatrix):
         raise TypeError(f"a matrix is {type(matrix).__name__}, not as this backend reads them")
     parts = []
-    for start, _, numbers, _, scales, _ in matrix.segments.tolist():
-        parts += [numbers, scales, 0 if linear.bias is None else address_of(linear.bias) + 4 * start]
+    for start, _, numbers, stride in matrix.segments.tolist():
+        parts += [numbers, stride, 0 if linear.bias is None else address_of(linear.bias) + 4 * start]
     return parts
 
 
@@ -182,11 +188,20 @@ def _angles(tables: Sequence[tuple[Array, Array]], num_rows: int, half: int) -> 
     return angles
 
 
-def _scratch_size(config: DecoderConfig, length: int) -> int:
+def _chunk_rows(num_rows: int, most: int, num_threads: int) -> int:
+    """Return rows of weights in a chunk: whole panels, and some chunks for every thread."""
+    return max(PANEL_ROWS, min(most, num_rows // (CHUNKS_A_THREAD * num_threads) // PANEL_ROWS * PANEL_ROWS))
+
+
+def _scratch_size(config: DecoderConfig, model: Model, length: int) -> int:
     """Return the floats that a thread needs beside the shared arrays."""
     attention = config.attention
-    product = BLOCK_ROWS * (config.dim + max(attention.head_dim, 2 * UP_ROWS, OUT_ROWS))
-    return max(product, QUERY_ROWS * attention.group_size * (2 * attention.head_dim + length))
+    hidden = max(config.mlp.hidden_dim, attention.num_heads * attention.head_dim)
+    normed = config.dim + packed_floats(config.dim) + max(attention.head_dim, 2 * model.up_rows)
+    product = BLOCK_ROWS * max(normed, packed_floats(hidden) + model.out_rows)
+    attending = QUERY_ROWS * attention.group_size * (2 * attention.head_dim + length)
+    room: int = max(product, turned_floats(attention.head_dim) + attending)
+    return room
 
 
 def _query_blocks(rows: Integers) -> Integers:

@@ -21,6 +21,8 @@ class Machine:
         name: of the CPU, as LLVM calls it.
         features: what it has, as LLVM takes it.
         fused: multiply-add is one instruction; where it is not, a product is rounded before it is added.
+        vnni: so are the products of four bytes and their sum, for 64 bytes at once.
+        pairs: so are the products of two bfloat16 and their sum.
         tile_rows: rows of x in a tile of a product, whose sums stay in registers.
         tile_weights: rows of weights in a tile.
     """
@@ -28,6 +30,8 @@ class Machine:
     name: str
     features: str
     fused: bool
+    vnni: bool
+    pairs: bool
     tile_rows: int
     tile_weights: int
 
@@ -35,14 +39,16 @@ class Machine:
     def of_host(cls) -> Machine:
         """Return this machine, or with TREADLE_KERNELS_PORTABLE=1 one that has what every CPU of its kind has."""
         if is_portable():
-            return cls("generic", "", fused=False, tile_rows=2, tile_weights=1)
+            return cls("generic", "", fused=False, vnni=False, pairs=False, tile_rows=2, tile_weights=1)
         features = llvm.get_host_cpu_features()
         wide = features.get("avx512f", False)
         arm = "aarch64" in llvm.get_default_triple() or "arm64" in llvm.get_default_triple()
         fused = arm or features.get("fma", False)
+        vnni, pairs = (wide and features.get(name, False) for name in ("avx512vnni", "avx512bf16"))
         # 24 sums of 16 lanes beside what is multiplied fill 32 registers; a smaller register takes several for one sum.
         rows, weights = (6, 4) if wide else (2, 2)
-        return cls(llvm.get_host_cpu_name(), features.flatten(), fused=fused, tile_rows=rows, tile_weights=weights)
+        name, flags = llvm.get_host_cpu_name(), features.flatten()
+        return cls(name, flags, fused=fused, vnni=vnni, pairs=pairs, tile_rows=rows, tile_weights=weights)
 
 
 def is_portable() -> bool:

@@ -6,63 +6,121 @@ compiled once for all formats.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point, kernel
 from treadle_kernels.emit import I64
 from treadle_kernels.machine import Machine
 from treadle_kernels.memory import pointer
-from treadle_kernels.tiles import dot_strip
+from treadle_kernels.tiles import FORMS, LINE, dot_strip, pack_row
 
 # Constants of the compiled code, cut for the machine's registers.
 TILE_ROWS = Machine.of_host().tile_rows
 TILE_WEIGHTS = Machine.of_host().tile_weights
+HALF_ROWS = min(TILE_ROWS, 4)  # eight streams are two such tiles
 
-# Rows of x that a chunk treats: so many, normalised, stay in the second-level cache.
+# How far ahead of a tile memory is fetched: some hundred nanoseconds at the speed that one thread reads it.
+AHEAD = 8192
+# Rows of x that a chunk treats: so many, packed, stay in the second-level cache.
 BLOCK_ROWS = 48
-NUM_ARGUMENTS = 12
+MULTIPLY_ARGUMENTS, PACK_ARGUMENTS = 10, 5
 
 
-def make_kernel(stored: str) -> Any:
-    """Make the product for matrices of a stored format, a C function of twelve int64.
+class Kernels(NamedTuple):
+    """The product of a format: addresses of `pack` and `multiply`.
 
-    It fills out `[num_x, count]` with x `[num_x, k]` times `count` rows at the address `weight`, turned:
-    `tiles.dot_strip` for as many rows of x at once as there are registers for.
+    `pack(x, x_stride, num_x, k, out) -> int64` writes rows of x `[num_x, k]` float32 as `multiply` wants them, in at
+    most `packed_floats(k)` float32 a row, and returns the stride that it wants with them.
+
+    `multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride)` fills out `[num_x, count]` float32
+    with packed x times `count` rows of the matrix at `weight` from `row` on, turned; stride: bytes of a row, or of a
+    panel of rows.
     """
 
-    @kernel(types.void(*[types.int64] * NUM_ARGUMENTS))
-    def multiply(weight, stride, count, scales, scale_stride, shift, x, x_stride, num_x, k, out, out_stride):
-        matrix = (weight, stride, count, scales, scale_stride, shift)
-        while num_x >= TILE_ROWS:
-            dot_strip(TILE_ROWS, TILE_WEIGHTS, stored, matrix, (x, x_stride, k, out, out_stride))
-            num_x, x, out = num_x - TILE_ROWS, x + TILE_ROWS * x_stride, out + TILE_ROWS * out_stride
-        while num_x >= 2:
-            dot_strip(2, TILE_WEIGHTS, stored, matrix, (x, x_stride, k, out, out_stride))
-            num_x, x, out = num_x - 2, x + 2 * x_stride, out + 2 * out_stride
-        while num_x >= 1:
-            dot_strip(1, TILE_WEIGHTS, stored, matrix, (x, x_stride, k, out, out_stride))
-            num_x, x, out = num_x - 1, x + x_stride, out + out_stride
-
-    return multiply
+    pack: Any
+    multiply: Any
 
 
-@intrinsic
-def multiply_by(typing: Any, kernel: Any, arguments: Any) -> Any:
-    """Call the kernel at an address with a tuple of its arguments."""
+@njit(nogil=True)
+def _num_passes(num_x):
+    """Return how many tiles rows of x are cut in."""
+    rest = num_x % TILE_ROWS
+    passes = num_x // TILE_ROWS + rest // HALF_ROWS
+    rest %= HALF_ROWS
+    return passes + rest // 2 + rest % 2
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64] * NUM_ARGUMENTS)
-        values = [builder.extract_value(args[1], place) for place in range(NUM_ARGUMENTS)]
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.UniTuple(types.int64, NUM_ARGUMENTS)), codegen
+@register_jitable
+def packed_floats(k: int) -> int:
+    """Return the room for a packed row, in float32."""
+    return (k + 31) // 32 * 32
+
+
+def make_kernels(form: str) -> tuple[Any, Any]:
+    """Make `pack` and `multiply` for matrices of a format of `tiles.FORMS`, as C functions; see `Kernels`."""
+    step, step_bytes = FORMS[form].step, FORMS[form].given_bytes
+
+    @kernel(types.int64(*[types.int64] * PACK_ARGUMENTS))
+    def pack(x, x_stride, num_x, k, out):
+        size = (k + step - 1) // step * step_bytes
+        for row in range(num_x):
+            pack_row(form, x + row * x_stride, k, out + row * size)
+        return size
+
+    @kernel(types.void(*[types.int64] * MULTIPLY_ARGUMENTS))
+    def multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride):
+        first = weight + row * stride
+        tile_bytes = TILE_WEIGHTS * LINE
+        passes = _num_passes(num_x)
+        # A single pass fetches what it reads soon. Of several, all but the first find the weights in the cache: each
+        # fetches its share of what lies behind these rows, so that memory and arithmetic are busy all the time.
+        fetched, pace = first + stride * TILE_WEIGHTS + AHEAD, tile_bytes
+        if passes > 1:
+            fetched, pace = first + count * stride, tile_bytes // passes
+        share = count * stride // passes
+        while num_x > 0:
+            matrix = (first, stride, count, fetched, pace)
+            if num_x >= TILE_ROWS:
+                dot_strip(TILE_ROWS, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
+                done = TILE_ROWS
+            elif num_x >= HALF_ROWS:
+                dot_strip(HALF_ROWS, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
+                done = HALF_ROWS
+            elif num_x >= 2:
+                dot_strip(2, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
+                done = 2
+            else:
+                dot_strip(1, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
+                done = 1
+            num_x, x, out, fetched = num_x - done, x + done * x_stride, out + done * out_stride, fetched + share
+
+    return pack, multiply
+
+
+def _caller(returns: Any, llvm_returns: Any, num_arguments: int) -> Any:
+    """Make the call of a C function of so many int64 at an address, with a tuple of them."""
+
+    @intrinsic
+    def call(typing: Any, address: Any, arguments: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(llvm_returns, [I64] * num_arguments)
+            values = [builder.extract_value(args[1], place) for place in range(num_arguments)]
+            result = builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
+            return context.get_dummy_value() if returns == types.void else result
+
+        return returns(types.int64, types.UniTuple(types.int64, num_arguments)), codegen
+
+    return call
+
+
+pack_by = _caller(types.int64, I64, PACK_ARGUMENTS)
+multiply_by = _caller(types.void, ir.VoidType(), MULTIPLY_ARGUMENTS)
 
 
 @njit(nogil=True)
@@ -85,27 +143,30 @@ def find_piece(segments, chunk_rows, piece):
 
 
 @entry_point
-def linear(kernel, shift, segments, x, out, chunk_rows, control, operation, scratch):
+def linear(kernels, segments, x, out, chunk_rows, control, operation, scratch):
     """Fill out `[rows, out]` with x `[rows, in]` times the segments of a matrix, turned. All threads call it at once.
 
-    segments `[n, 6] int64`: first output column, number of rows, address, row stride, address and stride of scales, of
-    which each 2^shift numbers have one; all of the format whose kernel's address is given. A chunk is `chunk_rows` rows
-    of a segment by BLOCK_ROWS rows of x. scratch `[BLOCK_ROWS * chunk_rows]` is the thread's own.
+    segments `[n, 4] int64`: first output column, number of rows, address, bytes from row to row or from panel to panel;
+    all of the format whose kernels are given. A chunk is `chunk_rows` rows of a segment by BLOCK_ROWS rows of x.
+    scratch `[BLOCK_ROWS * (packed_floats(in) + chunk_rows)]` is the thread's own.
     """
     rows, k = x.shape
-    pieces, made = count_pieces(segments, chunk_rows), np.int64(scratch.ctypes.data)
+    pieces, current, packed_stride = count_pieces(segments, chunk_rows), -1, 0
+    packed, made = np.int64(scratch.ctypes.data), np.int64(scratch[BLOCK_ROWS * packed_floats(k) :].ctypes.data)
     while True:
         chunk = take_chunk(control, operation, pieces * ((rows + BLOCK_ROWS - 1) // BLOCK_ROWS))
         if chunk < 0:
             return
         start = (chunk // pieces) * BLOCK_ROWS
         segment, row = find_piece(segments, chunk_rows, chunk % pieces)
-        stride, scale_stride, column = segments[segment, 3], segments[segment, 5], segments[segment, 0] + row
         count, num_x = min(chunk_rows, segments[segment, 1] - row), min(BLOCK_ROWS, rows - start)
-        matrix = (segments[segment, 2] + row * stride, stride, count, segments[segment, 4] + row * scale_stride)
-        source = np.int64(x[start].ctypes.data)
-        multiply_by(kernel, (*matrix, scale_stride, shift, source, x.strides[0], num_x, k, made, 4 * count))
+        if start != current:
+            source = np.int64(x[start].ctypes.data)
+            packed_stride, current = pack_by(kernels.pack, (source, x.strides[0], num_x, k, packed)), start
+        matrix = (segments[segment, 2], segments[segment, 3], row, count)
+        multiply_by(kernels.multiply, (*matrix, packed, packed_stride, num_x, k, made, 4 * count))
         if begin_commit(control, operation, chunk):
+            column = segments[segment, 0] + row
             result = carray(pointer(made), (num_x, count), np.float32)
             out[start : start + num_x, column : column + count] = result
             end_commit(control, operation, chunk)

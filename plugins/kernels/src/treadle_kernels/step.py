@@ -13,21 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
+from numba.extending import register_jitable
 
 from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point
 from treadle_kernels.memory import pointer
-from treadle_kernels.products import BLOCK_ROWS, multiply_by
-from treadle_kernels.tiles import mix_strip, silu_gate, softmax_row
+from treadle_kernels.products import BLOCK_ROWS, multiply_by, pack_by, packed_floats
+from treadle_kernels.tiles import mix_strip, silu_gate, softmax_row, transpose_square
 
-# Query rows that attend in one chunk.
-QUERY_ROWS = 8
+# Query rows that attend in one chunk, and keys that they see at once.
+QUERY_ROWS, KEY_BLOCK = 8, 64
 OPERATIONS_A_LAYER = 5
 
 # Columns of `Model.layers`: addresses of the layer's parameters, 0 where there is none, and two numbers.
-(NORM_1, QUERY, KEY, VALUE, OUT, NORM_2, GATE, UP, DOWN, WINDOW, ROTARY) = (0, 1, 4, 7, 10, 13, 14, 17, 20, 23, 24)
-# A matrix has three: its numbers, the scales of int8, the bias.
-SCALES, BIAS, MATRIX = 1, 2, 3
+(NORM_1, QUERY, KEY, VALUE, OUT, NORM_2, GATE, UP, DOWN) = (0, 1, 4, 7, 10, 13, 14, 17, 20)
+WINDOW, ROTARY, Q_NORM, K_NORM = 23, 24, 25, 26
+# A matrix has three: its numbers, the bytes from row to row (or from panel to panel), the bias.
+STRIDE, BIAS, MATRIX = 1, 2, 3
 # Columns of `Tokens.sequences`: addresses of keys and values; how many bytes on the next layer is, and the next head.
 KEYS, VALUES, LAYER_STRIDE, HEAD_STRIDE = range(4)
 
@@ -36,19 +38,16 @@ class Model(NamedTuple):
     """A decoder. Integers are int64.
 
     Attributes:
-        kernel: address of the product kernel for the format that matrices are stored in, of which a number takes
-            item_bytes and 2^group_shift numbers share a scale, if they have one; f32: address of that for float32.
-        layers: `[layers, 25]`, columns as above.
+        kernels: for the format that matrices are stored in; f32: address of `multiply` for float32.
+        layers: `[layers, 27]`, columns as above.
         scales: `[layers] float32`, what attention's scores are multiplied by.
         half: pairs of a head that turn.
         out_rows: rows of weights in a chunk of a product that is added to the residual stream; up_rows: in one of the
             hidden layer.
     """
 
-    kernel: Any
+    kernels: Any
     f32: Any
-    item_bytes: Any
-    group_shift: Any
     layers: Any
     scales: Any
     eps: Any
@@ -96,21 +95,28 @@ def _floats(address, count):
 
 
 @njit(nogil=True)
-def _product(kernel, weight, stride, count, x, num_x, k, out):
-    """Fill `[num_x, count]` at out with `[num_x, k]` at x times `count` rows of weights, turned; both lie close."""
-    multiply_by(kernel, (weight, stride, count, 0, 0, 0, x, 4 * k, num_x, k, out, 4 * count))
+def _product(f32, weight, stride, count, x, num_x, k, out):
+    """Fill `[num_x, count]` at out with `[num_x, k]` at x times `count` rows `[k]` at weight, turned; all float32."""
+    multiply_by(f32, (weight, stride, 0, count, x, 4 * k, num_x, k, out, 4 * count))
 
 
 @njit(nogil=True)
-def _stored_product(model, layer, matrix, row, count, x, num_x, k, out):
-    """Fill `[num_x, count]` at out with `[num_x, k]` at x times rows of a layer's matrix, turned, plus its bias."""
-    shift, stride = model.group_shift, k * model.item_bytes
-    scale_stride = 4 * ((k + (1 << shift) - 1) >> shift)
-    weight, scales = layer[matrix] + row * stride, layer[matrix + SCALES] + row * scale_stride
-    multiply_by(model.kernel, (weight, stride, count, scales, scale_stride, shift, x, 4 * k, num_x, k, out, 4 * count))
+def _stored_product(model, layer, matrix, row, count, packed, num_x, k, out):
+    """Fill `[num_x, count]` at out with x times rows of a layer's matrix, turned, plus its bias.
+
+    packed is the address of x `[num_x, k]`, and the bytes of a row of it, as `pack` left them.
+    """
+    source = (layer[matrix], layer[matrix + STRIDE], row, count)
+    multiply_by(model.kernels.multiply, (*source, packed[0], packed[1], num_x, k, out, 4 * count))
     if layer[matrix + BIAS] != 0:
         made = carray(pointer(np.int64(out)), (num_x, count), np.float32)
         made += _floats(layer[matrix + BIAS] + 4 * row, count)
+
+
+@njit(nogil=True)
+def _pack(model, x, packed):
+    """Pack rows x `[rows, k]` at an address; return that and the bytes of a packed row."""
+    return packed, pack_by(model.kernels.pack, (_address(x), 4 * x.shape[1], len(x), x.shape[1], packed))
 
 
 @njit(nogil=True)
@@ -128,6 +134,13 @@ def _norm(f32, x, weight, eps, out):
         factor = np.float32(1.0) / np.sqrt(square[0] / np.float32(dim) + eps)
         for column in range(dim):
             out[row, column] = x[row, column] * factor * scale[column]
+
+
+@njit(nogil=True)
+def _pack_normed(model, x, weight, normed, packed):
+    """Pack x `[rows, dim]` normalised; normed `[BLOCK_ROWS, dim]` is room."""
+    _norm(model.f32, x, weight, model.eps, normed)
+    return _pack(model, normed[: len(x)], packed)
 
 
 @njit(nogil=True)
@@ -169,11 +182,19 @@ def _store_head(model, tokens, room, index, kind, number, start, made):
 
 
 @njit(nogil=True)
+def _split(scratch, dim):
+    """Return a thread's room for a block of normalised rows, the address of that for packed ones, and the rest."""
+    behind = BLOCK_ROWS * dim
+    packed = scratch[behind : behind + BLOCK_ROWS * packed_floats(dim)]
+    return scratch[:behind].reshape(BLOCK_ROWS, dim), _address(packed), scratch[behind + len(packed) :]
+
+
+@njit(nogil=True)
 def _project_heads(model, tokens, room, index, control, operation, scratch):
     """A chunk is one head, of queries, keys or values, for a block of rows; keys and values go to their caches."""
     (num_rows, dim), head_dim, layer = room.x.shape, model.head_dim, model.layers[index]
-    normed, made = scratch[: BLOCK_ROWS * dim].reshape(BLOCK_ROWS, dim), scratch[BLOCK_ROWS * dim :]
-    pieces, current = model.heads + 2 * model.kv_heads, -1
+    normed, room_for_x, made = _split(scratch, dim)
+    pieces, current, packed = model.heads + 2 * model.kv_heads, -1, (room_for_x, 0)
     while True:
         chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
         if chunk < 0:
@@ -181,12 +202,15 @@ def _project_heads(model, tokens, room, index, control, operation, scratch):
         start = (chunk // pieces) * BLOCK_ROWS
         stop = min(start + BLOCK_ROWS, num_rows)
         if start != current:
-            _norm(model.f32, room.x[start:stop], layer[NORM_1], model.eps, normed)
+            packed = _pack_normed(model, room.x[start:stop], layer[NORM_1], normed, room_for_x)
             current = start
         kind, number = _which_head(model, chunk % pieces)
-        first, source = number * head_dim, _address(normed)
-        _stored_product(model, layer, kind, first, head_dim, source, stop - start, dim, _address(made))
+        first = number * head_dim
+        _stored_product(model, layer, kind, first, head_dim, packed, stop - start, dim, _address(made))
         result = made[: (stop - start) * head_dim].reshape(stop - start, head_dim)
+        scale = 0 if kind == VALUE else layer[Q_NORM if kind == QUERY else K_NORM]
+        if scale != 0:
+            _norm(model.f32, result, scale, model.eps, result)
         if kind != VALUE and layer[ROTARY] >= 0:
             cos, sin = tokens.tables[2 * layer[ROTARY], start:stop], tokens.tables[2 * layer[ROTARY] + 1, start:stop]
             _turn(result, cos, sin, model.half)
@@ -196,36 +220,57 @@ def _project_heads(model, tokens, room, index, control, operation, scratch):
 
 
 @njit(nogil=True)
-def _mix(weights, weight_stride, num_rows, values, count, dim, out):
+def _mix(weights, weight_stride, num_rows, values, value_stride, count, dim, out, out_stride):
     """Fill `[num_rows, dim]` at out with weights `[num_rows, count]` @ values `[count, dim]`."""
     while num_rows >= 4:
-        mix_strip(4, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
-        num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 16 * dim
+        mix_strip(4, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
+        num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 4 * out_stride
     if num_rows == 3:
-        mix_strip(3, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+        mix_strip(3, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
     elif num_rows == 2:
-        mix_strip(2, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+        mix_strip(2, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
     elif num_rows == 1:
-        mix_strip(1, weights, weight_stride, values, 4 * dim, count, dim, out, 4 * dim)
+        mix_strip(1, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
+
+
+@register_jitable
+def turned_floats(head_dim):
+    """Return the room for a block of keys, turned: rows of KEY_BLOCK float32."""
+    return (head_dim + 15) // 16 * 16 * KEY_BLOCK
 
 
 @njit(nogil=True)
-def _attend_rows(model, positions, window, scale, keys, values, queries, made, scores):
+def _transpose(keys, count, head_dim, turned):
+    """Write a block of keys `[count, head_dim]` as `[head_dim, KEY_BLOCK]`."""
+    for key in range(0, count, 16):
+        for column in range(0, head_dim, 16):
+            source, target = keys + 4 * (key * head_dim + column), turned + 4 * (column * KEY_BLOCK + key)
+            rows, width = min(16, count - key), min(16, head_dim - column)
+            transpose_square(source, 4 * head_dim, rows, width, target, 4 * KEY_BLOCK)
+
+
+@njit(nogil=True)
+def _attend_rows(model, positions, window, scale, keys, values, queries, made, turned, scores):
     """Fill made with what query rows of one sequence, at ascending positions, see in one key head's keys and values.
 
-    queries and made are `[rows, group, head_dim]`; scores is room for `[rows, group, seen]`.
+    queries and made are `[rows, group, head_dim]`; turned is room for a block of keys, scores for those of all, `[rows,
+    group, seen]`. A score is summed over head_dim in ascending order.
     """
     num_rows, head_dim, group = len(positions), model.head_dim, model.heads // model.kv_heads
     first = max(0, positions[0] - window + 1)
     seen = positions[num_rows - 1] + 1 - first
     row_bytes = 4 * head_dim
-    _product(model.f32, keys + first * row_bytes, row_bytes, seen, queries, num_rows * group, head_dim, scores)
+    for start in range(0, seen, KEY_BLOCK):
+        count = min(KEY_BLOCK, seen - start)
+        _transpose(keys + (first + start) * row_bytes, count, head_dim, turned)
+        _mix(queries, row_bytes, num_rows * group, turned, 4 * KEY_BLOCK, head_dim, count, scores + 4 * start, 4 * seen)
     for row in range(num_rows):
         own = max(0, positions[row] - window + 1)
         count, at = positions[row] + 1 - own, scores + 4 * (row * group * seen + own - first)
         for member in range(group):
             softmax_row(at + 4 * member * seen, count, scale)
-        _mix(at, 4 * seen, group, values + own * row_bytes, count, head_dim, made + row * group * row_bytes)
+        out = made + row * group * row_bytes
+        _mix(at, 4 * seen, group, values + own * row_bytes, row_bytes, count, head_dim, out, row_bytes)
 
 
 @njit(nogil=True)
@@ -236,7 +281,8 @@ def _attend(model, tokens, room, index, control, operation, scratch):
     """
     width = (model.heads // model.kv_heads) * model.head_dim
     queries, made = scratch[: QUERY_ROWS * width], scratch[QUERY_ROWS * width : 2 * QUERY_ROWS * width]
-    scores, window = _address(scratch[2 * QUERY_ROWS * width :]), model.layers[index, WINDOW]
+    rest, window = scratch[2 * QUERY_ROWS * width :], model.layers[index, WINDOW]
+    places = _address(queries), _address(made), _address(rest), _address(rest[turned_floats(model.head_dim) :])
     while True:
         chunk = take_chunk(control, operation, len(tokens.blocks) * model.kv_heads)
         if chunk < 0:
@@ -248,9 +294,7 @@ def _attend(model, tokens, room, index, control, operation, scratch):
         for row in range(stop - start):
             queries[row * width : (row + 1) * width] = room.q[start + row, first : first + width]
         positions = tokens.rows[start:stop, 1]
-        _attend_rows(
-            model, positions, window, model.scales[index], keys, values, _address(queries), _address(made), scores
-        )
+        _attend_rows(model, positions, window, model.scales[index], keys, values, *places)
         if begin_commit(control, operation, chunk):
             for row in range(stop - start):
                 room.heads[start + row, first : first + width] = made[row * width : (row + 1) * width]
@@ -262,14 +306,18 @@ def _add_product(model, index, matrix, source, x, control, operation, scratch):
     """Add source `[rows, k]` times a matrix `[dim, k]` of a layer, turned, to x `[rows, dim]`."""
     (num_rows, k), dim, piece_rows = source.shape, x.shape[1], model.out_rows
     pieces, layer = (dim + piece_rows - 1) // piece_rows, model.layers[index]
+    room_for_x, rest = _address(scratch), scratch[BLOCK_ROWS * packed_floats(k) :]
+    current, packed = -1, (room_for_x, 0)
     while True:
         chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
         if chunk < 0:
             return
         start, column = (chunk // pieces) * BLOCK_ROWS, (chunk % pieces) * piece_rows
         num_x, count = min(BLOCK_ROWS, num_rows - start), min(piece_rows, dim - column)
-        _stored_product(model, layer, matrix, column, count, _address(source[start]), num_x, k, _address(scratch))
-        made = scratch[: num_x * count].reshape(num_x, count)
+        if start != current:
+            packed, current = _pack(model, source[start : start + num_x], room_for_x), start
+        _stored_product(model, layer, matrix, column, count, packed, num_x, k, _address(rest))
+        made = rest[: num_x * count].reshape(num_x, count)
         if begin_commit(control, operation, chunk):
             x[start : start + num_x, column : column + count] += made
             end_commit(control, operation, chunk)
@@ -279,9 +327,9 @@ def _add_product(model, index, matrix, source, x, control, operation, scratch):
 def _expand(model, room, index, control, operation, scratch):
     """Fill hidden with silu(gate) * up of the normalised residual stream."""
     (num_rows, dim), hidden_dim, piece_rows = room.x.shape, room.hidden.shape[1], model.up_rows
-    normed, rest = scratch[: BLOCK_ROWS * dim].reshape(BLOCK_ROWS, dim), scratch[BLOCK_ROWS * dim :]
+    normed, room_for_x, rest = _split(scratch, dim)
     pair, layer = rest[: 2 * BLOCK_ROWS * piece_rows].reshape(2, BLOCK_ROWS * piece_rows), model.layers[index]
-    pieces, current = (hidden_dim + piece_rows - 1) // piece_rows, -1
+    pieces, current, packed = (hidden_dim + piece_rows - 1) // piece_rows, -1, (room_for_x, 0)
     while True:
         chunk = take_chunk(control, operation, _num_chunks(num_rows, pieces))
         if chunk < 0:
@@ -289,11 +337,11 @@ def _expand(model, room, index, control, operation, scratch):
         start, column = (chunk // pieces) * BLOCK_ROWS, (chunk % pieces) * piece_rows
         num_x, count = min(BLOCK_ROWS, num_rows - start), min(piece_rows, hidden_dim - column)
         if start != current:
-            _norm(model.f32, room.x[start : start + num_x], layer[NORM_2], model.eps, normed)
+            packed = _pack_normed(model, room.x[start : start + num_x], layer[NORM_2], normed, room_for_x)
             current = start
         for half in range(2):
             made = _address(pair[half])
-            _stored_product(model, layer, GATE + half * MATRIX, column, count, _address(normed), num_x, dim, made)
+            _stored_product(model, layer, GATE + half * MATRIX, column, count, packed, num_x, dim, made)
         silu_gate(_address(pair[0]), _address(pair[1]), num_x * count, _address(pair[0]))
         if begin_commit(control, operation, chunk):
             room.hidden[start : start + num_x, column : column + count] = pair[0, : num_x * count].reshape(num_x, count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +14,6 @@ from treadle_plugin_api.backend import Array, Weight
 
 # Formats that are multiplied with as a file has them, and the NumPy dtype that compiled code has for their numbers.
 KEPT: Mapping[str, np.dtype[Any]] = MappingProxyType({"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)})
-# Numbers of a row of int8 that share a scale, as a power of two.
-GROUP_SHIFT = 5
-QUANTISED_ROWS = 4096  # at once: float32 of so many is the memory that quantising takes
 
 
 class StoredMatrix:
@@ -23,35 +21,30 @@ class StoredMatrix:
 
     Attributes:
         pieces: arrays of one dtype, each `[rows, in]`, the numbers of a row close together.
-        scales: of int8, for each piece `[rows, groups] float32`; else empty.
         shape: of all pieces, one after the other.
-        stored: the format, by the name of the dtype that carries it.
-        segments: `[pieces, 6] int64`; see `products.linear`.
+        stored: the format, by the name of the dtype that carries it; of panels that of the weights.
+        segments: `[pieces, 4] int64`; see `products.linear`.
     """
 
-    def __init__(self, pieces: Sequence[Array], scales: Sequence[NDArray[np.float32]] = ()) -> None:
-        self.pieces, self.scales = tuple(pieces), tuple(scales)
+    def __init__(self, pieces: Sequence[Array]) -> None:
+        self.pieces = tuple(pieces)
         self.shape = (sum(map(len, pieces)), pieces[0].shape[1])
         self.stored = pieces[0].dtype.name
-        self.segments: NDArray[np.int64] = np.array(list(self._find()), np.int64)
-
-    def _find(self) -> Iterator[list[int]]:
-        start = 0
-        for number, piece in enumerate(self.pieces):
-            scales = self.scales[number] if self.scales else None
-            found = [0, 0] if scales is None else [address_of(scales), scales.strides[0]]
-            yield [start, len(piece), address_of(piece), piece.strides[0], *found]
-            start += len(piece)
+        self.segments = segments_of(pieces, [len(piece) for piece in pieces])
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return some rows, by number, widened; of a matrix in one piece."""
-        rows = widened(self.pieces[0][ids])
-        if self.scales:
-            rows *= np.repeat(self.scales[0][ids], 1 << GROUP_SHIFT, axis=-1)[..., : self.shape[1]]
-        return rows
+        return widened(self.pieces[0][ids])
+
+
+def segments_of(pieces: Sequence[Array], num_rows: Sequence[int]) -> NDArray[np.int64]:
+    """Return `StoredMatrix.segments` of pieces that have so many rows each."""
+    starts = [0, *accumulate(num_rows)]
+    rows = zip(starts, num_rows, pieces, strict=False)
+    return np.array([[start, count, address_of(one), one.strides[0]] for start, count, one in rows], np.int64)
 
 
 def read_matrix(weights: Sequence[Weight]) -> Any:
@@ -63,29 +56,6 @@ def read_matrix(weights: Sequence[Weight]) -> Any:
     if len(formats) == 1 and formats <= KEPT.keys():
         return StoredMatrix([_carried(weight) for weight in weights])
     return StoredMatrix([_read(weight) for weight in weights])
-
-
-def quantise_matrix(weights: Sequence[Weight]) -> Any:
-    """Return weights `[rows, in]` one after the other, rounded to int8 with a scale for each 32 numbers of a row."""
-    numbers, scales = zip(*(quantised(_read(weight)) for weight in weights), strict=True)
-    return StoredMatrix(numbers, scales)
-
-
-def quantised(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Return a matrix `[rows, in]` as numbers from -127 to 127, and scales `[rows, groups]` whose products they are."""
-    rows, width = matrix.shape
-    groups = -(-width >> GROUP_SHIFT)
-    numbers, scales = np.empty((rows, width), np.int8), np.empty((rows, groups), np.float32)
-    padded = np.zeros((min(rows, QUANTISED_ROWS), groups << GROUP_SHIFT), np.float32)
-    for start in range(0, rows, QUANTISED_ROWS):
-        part = matrix[start : start + QUANTISED_ROWS]
-        padded[: len(part), :width] = part
-        grouped = padded[: len(part)].reshape(len(part), groups, -1)
-        own = np.abs(grouped).max(axis=2) / np.float32(127)
-        steps = np.divide(grouped, own[:, :, None], out=np.zeros_like(grouped), where=own[:, :, None] > 0)
-        numbers[start : start + len(part)] = np.rint(steps).reshape(len(part), -1)[:, :width]
-        scales[start : start + len(part)] = own
-    return numbers, scales
 
 
 def _read(weight: Weight) -> NDArray[np.float32]:

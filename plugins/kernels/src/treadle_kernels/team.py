@@ -8,10 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from treadle_kernels.chunks import CONTROL_SIZE
+from treadle_kernels.chunks import new_control
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Team:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self.control: NDArray[np.int64] = np.zeros(CONTROL_SIZE, np.int64)
+        self.control = new_control(num_threads)
         self._busy = threading.Lock()
         self._operation = 1
         self._inboxes = [queue.SimpleQueue[Work | None]() for _ in range(1, num_threads)]

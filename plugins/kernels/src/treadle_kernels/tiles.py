@@ -7,6 +7,8 @@ that its sums stay in registers. Each output element has one order of summation,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from llvmlite import ir
@@ -14,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from treadle_kernels.emit import F32, FLOATS, LANES, STORED, Emitter, Value
+from treadle_kernels.emit import F32, FLOATS, LANES, SHORTS, Emitter, Value
 from treadle_kernels.machine import Machine
 
 
@@ -22,7 +24,8 @@ def _kernel(emit: Callable[..., None]) -> Callable[..., Any]:
     """Make a numba signature's code generator of a function that emits into a builder."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        emit(Emitter(builder, fused=Machine.of_host().fused), args)
+        machine = Machine.of_host()
+        emit(Emitter(builder, fused=machine.fused, pairs=machine.pairs), args)
         return context.get_dummy_value()
 
     return codegen
@@ -39,71 +42,155 @@ def _whole(e: Emitter, count: Value) -> Value:
     return e.builder.and_(count, e.number(-LANES))
 
 
-@intrinsic(prefer_literal=True)
-def dot_strip(typing: Any, num_x: Any, num_weights: Any, stored: Any, matrix: Any, rows: Any) -> Any:
-    """Fill out `[num_x, count]` float32 with x `[num_x, k]` float32 times `count` rows of weights `[count, k]`, turned.
+LINE = 64  # bytes of memory that come together
 
-    num_x and num_weights are literals, the size of a tile, and so is `stored`, a format of `emit.STORED`. `matrix` is
-    (weights, stride, count, scales, stride of scales, shift): rows of int8 have a float32 scale for each 2^shift of
-    their numbers. `rows` is (x, stride, k, out, stride of out).
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a product takes rows, some numbers at once.
+
+    Attributes:
+        step: how many numbers of each row.
+        stored: the vector that those of weights are; they take a line of memory.
+        given: one that those of x are, packed, of which there are `parts`.
+    """
+
+    step: int
+    stored: Any
+    given: Any
+    parts: int = 1
+
+    @property
+    def given_bytes(self) -> int:
+        """What the numbers of x take."""
+        return LINE * self.parts
+
+
+FORMS = MappingProxyType(
+    {
+        "float32": Form(LANES, FLOATS, FLOATS),
+        "bfloat16": Form(2 * LANES, SHORTS, FLOATS, parts=2),
+        "bfloat16_rounded": Form(2 * LANES, SHORTS, SHORTS),
+    }
+)
+
+
+@intrinsic(prefer_literal=True)
+def dot_strip(typing: Any, num_x: Any, num_weights: Any, form: Any, matrix: Any, rows: Any) -> Any:
+    """Fill out `[num_x, count]` float32 with packed rows of x `[num_x, k]` times rows of weights `[count, k]`, turned.
+
+    num_x and num_weights are literals, the size of a tile, and so is `form`, of `FORMS`. `matrix` is (weights, stride,
+    count, fetched, pace): memory is fetched from the address `fetched` on, so many bytes for each step of a tile.
+    `rows` is (x, stride, k, out, stride of out), x as `pack_row` leaves it.
 
     Each element is 16 sums, one for each place in a vector, over k in ascending order; then those are folded.
     """
     size = (num_x.literal_value, num_weights.literal_value)
-    tuples = (types.UniTuple(types.int64, 6), types.UniTuple(types.int64, 5))
-    signature = types.void(num_x, num_weights, stored, *tuples)
+    tuples = (types.UniTuple(types.int64, 5), types.UniTuple(types.int64, 5))
+    signature = types.void(num_x, num_weights, form, *tuples)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
-        weight, weight_stride, count, scales, scale_stride, shift = cgutils.unpack_tuple(e.builder, args[3])
+        weight, stride, count, fetched, pace = cgutils.unpack_tuple(e.builder, args[3])
         x, x_stride, k, out, out_stride = cgutils.unpack_tuple(e.builder, args[4])
-        form = (stored.literal_value, weight_stride, scale_stride, shift)
-        rows, columns = size
-        wide = e.builder.sdiv(count, e.number(columns))
-        many = e.times(wide, columns)
-        for width, start, stop in ((columns, e.number(0), many), (1, many, count)):
-            with cgutils.for_range_slice(e.builder, start, stop, e.number(width)) as (row, _):
-                at = e.at(weight, e.builder.mul(row, weight_stride))
-                scale = e.at(scales, e.builder.mul(row, scale_stride))
-                output = (e.at(out, e.times(row, 4)), out_stride)
-                _dot_tile(e, (rows, width), form, (at, scale), (x, x_stride, k), output)
+        (rows, columns), own = size, FORMS[form.literal_value]
+        tiles, steps = e.builder.sdiv(count, e.number(columns)), e.builder.sdiv(k, e.number(own.step))
+        with cgutils.for_range_slice(e.builder, e.number(0), tiles, e.number(1)) as (tile, _):
+            row = e.times(tile, columns)
+            line = e.at(fetched, e.builder.mul(e.builder.mul(tile, steps), pace))
+            source = (own, e.at(weight, e.builder.mul(row, stride)), stride)
+            _dot_tile(e, size, source, (line, pace), (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
+        with cgutils.for_range_slice(e.builder, e.times(tiles, columns), count, e.number(1)) as (row, _):
+            source = (own, e.at(weight, e.builder.mul(row, stride)), stride)
+            _dot_tile(e, (rows, 1), source, None, (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
 
     return signature, _kernel(emit)
 
 
-def _dot_tile(e: Emitter, size: tuple[int, int], form: Any, weight: Any, inputs: Any, output: Any) -> None:
-    """Multiply `size[0]` rows of x with `size[1]` rows of weights."""
-    (rows, columns), (x, x_stride, k), (out, out_stride) = size, inputs, output
-    sums = _zeros(e, rows, columns)
-    whole = _whole(e, k)
-    with cgutils.for_range_slice(e.builder, e.number(0), whole, e.number(LANES)) as (position, _):
-        _dot_step(e, sums, form, weight, (x, x_stride), position, None)
-    rest = e.builder.sub(k, whole)
+def _dot_tile(e: Emitter, size: tuple[int, int], source: Any, fetched: Any, inputs: Any, output: Any) -> None:
+    """Multiply `size[0]` rows of x with `size[1]` rows of weights; fetched is an address and a pace, or None."""
+    (form, weights, stride), (x, x_stride, k), (out, out_stride) = source, inputs, output
+    (rows, columns), sums = size, _zeros(e, *size)
+
+    def add(step: Value, mask: Value | None) -> None:
+        at = [e.at(weights, e.times(stride, column), e.times(step, LINE)) for column in range(columns)]
+        from_x = [e.at(x, e.times(x_stride, row), e.times(step, form.given_bytes)) for row in range(rows)]
+        _dot_step(e, form, sums, at, from_x, mask)
+
+    steps = e.builder.sdiv(k, e.number(form.step))
+    with cgutils.for_range_slice(e.builder, e.number(0), steps, e.number(1)) as (step, _):
+        if fetched is not None:
+            # In the order of addresses, though a tile reads several rows at once: memory is much faster so.
+            line = e.at(fetched[0], e.builder.mul(step, fetched[1]))
+            for column in range(columns):
+                e.prefetch(e.at(line, e.number(column * LINE)), near=3 if rows == 1 else 2)
+        add(step, None)
+    rest = e.builder.sub(k, e.times(steps, form.step))
     with e.builder.if_then(e.builder.icmp_signed(">", rest, e.number(0))):
-        _dot_step(e, sums, form, weight, (x, x_stride), whole, e.lanes_below(rest))
+        add(steps, e.lanes_below(rest, form.step))
     for row in range(rows):
         total = e.total([e.builder.load(one) for one in sums[row]])
         e.store(total, e.at(out, e.times(out_stride, row)))
 
 
-def _dot_step(e: Emitter, sums: Any, form: Any, weight: Any, inputs: Any, position: Value, mask: Value | None) -> None:
-    """Add the products at 16 positions to the sums."""
-    (stored, weight_stride, scale_stride, shift), (weights, scales), (x, x_stride) = form, weight, inputs
-    element, num_bytes = STORED[stored]
+def _dot_step(e: Emitter, form: Form, sums: Any, weights: Sequence[Value], x: Sequence[Value], mask: Any) -> None:
+    """Add to the sums the products of what lies at some addresses, as far as a mask says."""
+    rounded = form.given is SHORTS
+    multiply = e.add_pairs if rounded else e.multiply_add
+    for part in range(form.parts):
+        if part > 0:
+            e.barrier()  # registers do not suffice for both
+        ats = [e.at(at, e.number(LINE * part)) for at in x]
+        # Only float32 is multiplied unpacked as well, with no zeros behind it.
+        xs = [_load(e, form.given, at, mask if form.given is form.stored is FLOATS else None) for at in ats]
+        for column, at in enumerate(weights):
+            found = _load(e, form.stored, at, mask)
+            found = e.widen_pairs(found)[part] if form.parts > 1 else found
+            for row, value in enumerate(xs):
+                total = multiply(found, value, e.builder.load(sums[row][column]))
+                e.builder.store(total, sums[row][column])
 
-    def load(kind: Any, address: Value) -> Value:
-        return e.load(kind, address) if mask is None else e.load_some(kind, address, mask)
 
-    xs = [load(FLOATS, e.at(x, e.times(x_stride, row), e.times(position, 4))) for row in range(len(sums))]
-    for column in range(len(sums[0])):
-        at = e.at(weights, e.times(weight_stride, column), e.times(position, num_bytes))
-        e.prefetch(e.at(at, e.times(weight_stride, len(sums[0]))))  # the next tile's: these come from memory
-        w = e.widen(stored, load(ir.VectorType(element, LANES), at))
-        if stored == "int8":
-            group = e.times(e.builder.ashr(position, shift), 4)
-            w = e.builder.fmul(w, e.spread(e.load(F32, e.at(scales, e.times(scale_stride, column), group))))
-        for row, value in enumerate(xs):
-            variable = sums[row][column]
-            e.builder.store(e.multiply_add(w, value, e.builder.load(variable)), variable)
+def _load(e: Emitter, kind: Any, at: Value, mask: Value | None) -> Value:
+    return e.load(kind, at) if mask is None else e.load_some(kind, at, mask)
+
+
+@intrinsic(prefer_literal=True)
+def pack_row(typing: Any, form: Any, x: Any, k: Any, out: Any) -> Any:
+    """Write a row of x `[k]` float32 as the product of a format wants it, with zeros up to a whole step.
+
+    float32: as it is. bfloat16: of each 32 numbers those at even places, then those at odd ones. bfloat16_rounded: as
+    bfloat16, in its order.
+    """
+    signature = types.void(form, *[types.int64] * 3)
+    name, step = form.literal_value, FORMS[form.literal_value].step
+
+    def emit(e: Emitter, args: Sequence[Value]) -> None:
+        x, k, out = args[1:]
+        whole = e.builder.and_(k, e.number(-step))
+
+        def pack(position: Value, masks: Sequence[Value | None]) -> None:
+            ats = [e.at(x, e.times(position, 4), e.number(4 * LANES * part)) for part in range(len(masks))]
+            found = [_load(e, FLOATS, at, mask) for at, mask in zip(ats, masks, strict=True)]
+            _store_packed(e, name, found, e.at(out, e.times(position, FORMS[name].given_bytes // step)))
+
+        with cgutils.for_range_slice(e.builder, e.number(0), whole, e.number(step)) as (position, _):
+            pack(position, [None] * (step // LANES))
+        rest = e.builder.sub(k, whole)
+        with e.builder.if_then(e.builder.icmp_signed(">", rest, e.number(0))):
+            left = [e.builder.sub(rest, e.number(start)) for start in range(0, step, LANES)]
+            pack(whole, [e.lanes_below(count) for count in left])
+
+    return signature, _kernel(emit)
+
+
+def _store_packed(e: Emitter, form: str, found: Sequence[Value], out: Value) -> None:
+    """Write a step of a packed row."""
+    if form == "bfloat16":
+        found = e.pair(*found)
+    elif form == "bfloat16_rounded":
+        found = [e.round(one) for one in found]
+    for part, one in enumerate(found):
+        e.store(one, e.at(out, e.number(part * FORMS[form].given_bytes // len(found))))
 
 
 @intrinsic(prefer_literal=True)
@@ -151,6 +238,28 @@ def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, m
                 e.store(total, at)
             else:
                 e.store_some(total, at, mask)
+
+
+@intrinsic
+def transpose_square(typing: Any, x: Any, stride: Any, count: Any, width: Any, out: Any, out_stride: Any) -> Any:
+    """Write x `[count, width]` float32 turned to out `[16, 16]`, of which what lies behind width and count is anything.
+
+    count and width are from 1 to 16.
+    """
+    signature = types.void(*[types.int64] * 6)
+
+    def emit(e: Emitter, args: Sequence[Value]) -> None:
+        x, stride, count, width, out, out_stride = args
+        last, mask = e.builder.sub(count, e.number(1)), e.lanes_below(width)
+        rows = []
+        for row in range(LANES):  # instead of rows that are not there the last one
+            inside = e.builder.icmp_signed("<", e.number(row), count)
+            place = e.builder.select(inside, e.number(row), last)
+            rows.append(e.load_some(FLOATS, e.at(x, e.builder.mul(place, stride)), mask))
+        for row, turned in enumerate(e.transpose(rows)):
+            e.store(turned, e.at(out, e.times(out_stride, row)))
+
+    return signature, _kernel(emit)
 
 
 @intrinsic

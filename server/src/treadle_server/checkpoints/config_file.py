@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from treadle_plugin_api.backend import GROUP_SIZE
+
 from treadle_server.errors import CheckpointError, UnsupportedModelError
 
+QUANTISED_BY = "treadle"  # the quant_method of weights that `treadle quantize` made
 TOKENIZER_FILE = "tokenizer.json"
 # Said of a folder or a repository.
 WITHOUT_TOKENIZER = (
@@ -40,7 +43,7 @@ def read_json_object(path: Path) -> dict[str, object]:
 
 
 def read_model_config(folder: Path) -> dict[str, object]:
-    """Return config.json of a folder that is a plain, unquantised, text-only model, or raise saying what it is."""
+    """Return config.json of a text-only model that is plain or quantised by treadle, or raise saying what it is."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: not a folder")
     if not (folder / "config.json").exists():
@@ -48,7 +51,8 @@ def read_model_config(folder: Path) -> dict[str, object]:
             raise UnsupportedModelError(f"{folder}: holds only an adapter; load the model it was trained on instead")
         raise CheckpointError(f"{folder}: has no config.json, so it is not a Hugging Face model folder")
     values = read_json_object(folder / "config.json")
-    refuse_quantised(folder, values)
+    if not is_quantised_here(folder, values):
+        refuse_quantised(folder, values)
     sense = next((key for key in values if _OTHER_SENSES.fullmatch(key) and values[key] not in (None, False)), None)
     if sense is not None:
         raise UnsupportedModelError(
@@ -56,6 +60,21 @@ def read_model_config(folder: Path) -> dict[str, object]:
             "use its text-only version: treadle runs text-only decoders"
         )
     return values
+
+
+def is_quantised_here(folder: Path, values: Mapping[str, object]) -> bool:
+    """Tell whether the weights are quantised as `treadle quantize` does it; raises CheckpointError for other sizes."""
+    found = values.get("quantization_config")
+    if not isinstance(found, Mapping) or found.get("quant_method") != QUANTISED_BY:
+        return False
+    for field, known in (("bits", (8, 4)), ("group_size", (GROUP_SIZE,))):
+        value = found.get(field)
+        if type(value) is not int or value not in known:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: quantization_config.{field} must be {' or '.join(map(str, known))}, "
+                f"but is {value!r:.80}"
+            )
+    return True
 
 
 def refuse_quantised(folder: Path, values: Mapping[str, object]) -> None:

@@ -16,7 +16,13 @@ from treadle_plugin_api.backend import Array, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
 from treadle_plugin_api.family import Family, TensorEntry, UnsupportedSettingError
 
-from treadle_server.checkpoints.config_file import read_generation_config, read_json_object, read_model_config
+from treadle_server.checkpoints.config_file import (
+    is_quantised_here,
+    read_generation_config,
+    read_json_object,
+    read_model_config,
+)
+from treadle_server.checkpoints.quantised_tensors import quantised_names, read_quantised, scales_name
 from treadle_server.checkpoints.safetensors_io import SafetensorsFile
 from treadle_server.checkpoints.tensor_table import family_failed, read_ignored, read_tables
 from treadle_server.errors import CheckpointError, UnsupportedModelError
@@ -123,7 +129,7 @@ def load_checkpoint(folder: Path, families: FamilyRegistry | None = None) -> Che
     ignored = read_ignored(family)
     files = _open_files(folder)
     try:
-        tensors = _Tensors(folder, files, ignored)
+        tensors = _Tensors(folder, files, ignored, quantised=is_quantised_here(folder, hf_config))
         entries = tensors.choose_table(family, tables)
         config, table = tensors.settle_head(config, entries)
         params = Params(tensors.weights(config, table))
@@ -223,7 +229,9 @@ def names_in_index(path: Path) -> list[str]:
 class _Tensors:
     """Every tensor of a folder's files by name."""
 
-    def __init__(self, folder: Path, files: list[SafetensorsFile], ignored: Sequence[re.Pattern[str]]) -> None:
+    def __init__(
+        self, folder: Path, files: list[SafetensorsFile], ignored: Sequence[re.Pattern[str]], *, quantised: bool
+    ) -> None:
         self._folder = folder
         self._files: dict[str, SafetensorsFile] = {}
         for file in files:
@@ -233,6 +241,7 @@ class _Tensors:
                 if name in self._files:
                     raise CheckpointError(f"tensor {name!r} is in {self._files[name].path} and in {file.path}")
                 self._files[name] = file
+        self._quantised = quantised_names(self._files) if quantised else set()
 
     def choose_table(self, family: Family, tables: Sequence[tuple[TensorEntry, ...]]) -> list[TensorEntry]:
         """Return the entries of the family's layout that lacks the fewest tensors here, the first of equals."""
@@ -272,7 +281,7 @@ class _Tensors:
 
     def weights(self, config: DecoderConfig, table: tuple[TensorEntry, ...]) -> dict[str, Weight]:
         """Return every canonical parameter; raises CheckpointError for a missing, extra or mis-shaped tensor."""
-        self._refuse_extra({entry.file_name for entry in table})
+        self._refuse_extra({entry.file_name for entry in table} | {scales_name(name) for name in self._quantised})
         shapes = param_shapes(config)
         weights: dict[str, Weight] = {}
         for entry in table:
@@ -283,6 +292,10 @@ class _Tensors:
         name = entry.file_name
         if name not in self._files:
             raise CheckpointError(f"{self._folder}: tensor {name!r} is missing")
+        if name in self._quantised:
+            return dict(
+                zip(entry.params, read_quantised(self._files, entry, [shapes[p] for p in entry.params]), strict=True)
+            )
         file = self._files[name]
         rows = [shapes[param][0] for param in entry.params]
         expected = _file_shape(entry, sum(rows), shapes[entry.params[0]][1:])
@@ -305,7 +318,7 @@ class _Tensors:
 
     def _identical(self, first: str, second: str) -> bool:
         a, b = self._files[first], self._files[second]
-        if a.tensors[first].shape != b.tensors[second].shape:
+        if a.tensors[first].shape != b.tensors[second].shape or {first, second} & self._quantised:
             return False
         # Compared through the map, a piece at a time, so that a head of gigabytes is not read into memory twice.
         left, right = a.map(first), b.map(second)

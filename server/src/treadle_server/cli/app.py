@@ -16,6 +16,7 @@ from treadle_server.cli.models import models
 from treadle_server.cli.new_plugin import new_plugin
 from treadle_server.cli.plugins import plugins
 from treadle_server.cli.pull import pull
+from treadle_server.cli.quantize import quantize
 from treadle_server.cli.serve import serve
 from treadle_server.cli.streams import prepare_streams
 from treadle_server.cli.train import train
@@ -40,7 +41,7 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for command in (generate, chat, explain, serve, train, trainer, models, pull, plugins, new_plugin):
+    for command in (generate, chat, explain, serve, train, trainer, models, pull, quantize, plugins, new_plugin):
         app.command(cls=Command)(prepare(command))
     return app
 

@@ -120,6 +120,22 @@ class ServerFlags:
             help="fast, or reproducible: no result depends on what else is in the batch.", rich_help_panel=_SERVER
         ),
     ] = None
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|int4",
+            help="Round the model's large matrices to so many bits when it is loaded; for backends that can.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="float32|bf16",
+            help="Round activations where they meet matrices in bfloat16: faster prompts; for backends that can.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     plugin_dir: PluginDirs = None
     no_plugin: NoPlugins = None
     strict_plugins: Annotated[
@@ -133,6 +149,8 @@ class ServerFlags:
             "backend": self.backend,
             "dtype": self.dtype,
             "numerics": self.numerics,
+            "quantize": self.quantize,
+            "activations": self.activations,
             "plugin_dirs": self.plugin_dir or None,
             "no_plugins": self.no_plugin or None,
             "strict_plugins": self.strict_plugins or None,

@@ -100,7 +100,10 @@ class TrainFlags:
     dtype: Annotated[
         str | None, typer.Option(help="Arithmetic: float32 or float64 (float32).", rich_help_panel=_STEPS)
     ] = None
-
+    backend: Annotated[
+        str | None,
+        typer.Option(help="What computes: numpy, a plugin's, or auto for the fastest (auto).", rich_help_panel=_STEPS),
+    ] = None
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Less memory for more time, same result.", rich_help_panel=_STEPS)
     ] = False

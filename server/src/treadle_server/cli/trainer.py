@@ -34,6 +34,9 @@ class TrainingFlags:
     """What is trained, and how."""
 
     dtype: Annotated[str | None, typer.Option(help="Number type of the arithmetic: float32 or float64.")] = None
+    backend: Annotated[
+        str | None, typer.Option(help="What computes: numpy, a plugin's, or auto for the fastest installed (auto).")
+    ] = None
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd, lion or a plugin's (adamw).")] = None
     frozen: Annotated[
         list[str] | None,

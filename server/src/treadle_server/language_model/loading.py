@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from treadle_plugin_api.decoder_config import DecoderConfig
 
 from treadle_server.checkpoints.adapters import read_adapter
 from treadle_server.checkpoints.loading import Checkpoint, load_checkpoint
+from treadle_server.checkpoints.quantising import quantise
 from treadle_server.checkpoints.store import ModelStore
 from treadle_server.engine.speculation import DraftModel
 from treadle_server.engine.weights import Weights
 from treadle_server.errors import CheckpointError, EngineError
-from treadle_server.model.decoder import Decoder, DTypeName, Numerics
+from treadle_server.model.decoder import Decoder, DTypeName, Numerics, Quantised
 from treadle_server.model.families.registry import FamilyRegistry
 from treadle_server.tokenizer import Tokenizer
 
@@ -64,21 +66,27 @@ class OpenedModel:
         )
 
 
+# Parameters below which a model is small: NumPy makes more than a hundred tokens a second of it.
+SMALL_MODEL = 16_000_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLoader:
     """Loads with the same settings each time. May be used from any thread.
 
     Attributes:
         families: the model families there are.
-        backend: what computes; every model of the loader shares it.
+        backend: returns what computes, `small` or not; models of the loader share it.
         dtype: number type of the arithmetic.
         numerics: fast or reproducible.
+        quantize: what large matrices are rounded to, `int8` or `int4`; None leaves them as they are stored.
     """
 
     families: FamilyRegistry
-    backend: ComputeBackend[Any]
+    backend: Callable[..., ComputeBackend[Any]]
     dtype: DTypeName
     numerics: Numerics
+    quantize: Quantised | None = None
 
     def open(self, folder: Path) -> OpenedModel:
         """Load a folder.
@@ -127,14 +135,16 @@ class ModelLoader:
         return Weights(
             version=version,
             decoder=decoder,
-            num_parameters=sum(math.prod(weight.shape) for weight in checkpoint.params.values()),
+            num_parameters=_num_parameters(checkpoint),
             label=label,
         )
 
     def _decoder(self, checkpoint: Checkpoint) -> Decoder:
-        return Decoder(
-            checkpoint.config, checkpoint.params, backend=self.backend, dtype=self.dtype, numerics=self.numerics
-        )
+        config, params = checkpoint.config, checkpoint.params
+        backend = self.backend(small=_num_parameters(checkpoint) < SMALL_MODEL)
+        if self.quantize is not None:
+            params = quantise(checkpoint.folder, config, params, self.quantize)
+        return Decoder(config, params, backend=backend, dtype=self.dtype, numerics=self.numerics)
 
     def open_draft(self, source: str, tokenizer: Tokenizer) -> DraftModel:
         """Load a draft model; CheckpointError unless its tokens are those of the model it drafts for."""
@@ -146,6 +156,10 @@ class ModelLoader:
         with load_checkpoint(folder, self.families) as checkpoint:
             decoder = self._decoder(checkpoint)
         return DraftModel(decoder, min(size, decoder.config.vocab_size))
+
+
+def _num_parameters(checkpoint: Checkpoint) -> int:
+    return sum(math.prod(weight.shape) for weight in checkpoint.params.values())
 
 
 def _check_config(folder: Path, config: DecoderConfig, served: DecoderConfig) -> None:

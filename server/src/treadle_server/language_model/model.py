@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -49,7 +50,7 @@ from treadle_server.language_model.validation import (
     check_lists,
     check_name,
 )
-from treadle_server.model.decoder import Decoder, DTypeName, Numerics, make_backend
+from treadle_server.model.decoder import Activations, Decoder, DTypeName, Numerics, Quantised, make_backend
 from treadle_server.plugins.manager import PluginManager
 from treadle_server.tokenizer import Token
 
@@ -132,6 +133,8 @@ class LanguageModel:
         engine_limits: EngineLimits | None = None,
         request_limits: RequestLimits | None = None,
         draft: str | Path | None = None,
+        quantize: Quantised | None = None,
+        activations: Activations = "float32",
     ) -> LanguageModel:
         """Load a Hugging Face folder, or a stored or bundled model by name.
 
@@ -146,6 +149,10 @@ class LanguageModel:
             engine_limits: what the engine may hold and do at once.
             request_limits: limits on one request.
             draft: a smaller model of the same vocabulary, to draft tokens for requests that want it.
+            quantize: "int8" or "int4" rounds the large matrices to so many bits, of the draft model too; for a backend
+                that multiplies with such numbers.
+            activations: "bf16" rounds them before they meet a matrix in bfloat16, for prompts at twice the speed; for a
+                backend that does.
 
         Raises:
             ModelNotFoundError: there is no such folder or name.
@@ -154,11 +161,13 @@ class LanguageModel:
         """
         folder = ModelStore().resolve(str(source))
         plugins = plugins or PluginManager.load()
+        make = partial(make_backend, backend, dtype, numerics, plugins.backends.parts())
         loader = ModelLoader(
             families=plugins.families,
-            backend=make_backend(backend, dtype, numerics, plugins.backends.parts()),
+            backend=cache(partial(make, quantize=quantize, activations=activations)),
             dtype=dtype,
             numerics=numerics,
+            quantize=quantize,
         )
         opened = loader.open(folder)
         drafting = None if draft is None else loader.open_draft(str(draft), opened.tokenizer)

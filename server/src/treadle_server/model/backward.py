@@ -22,21 +22,19 @@ Everything else is worked out again: norms, activations and attention weights co
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from itertools import pairwise
 
 import numpy as np
 from treadle_plugin_api.backend import Array
 
 from treadle_server.model import moe, ops, ops_backward
-from treadle_server.model.activations import hidden_backward
 from treadle_server.model.adapters import RowAdapters
-from treadle_server.model.attention import attention_backward
 from treadle_server.model.backward_state import BackwardState
 from treadle_server.model.prepared import Experts, Layer, Linear, Mlp, Norm, PreparedDecoder
-from treadle_server.model.rotary import rotary_backward, rotary_forward
+from treadle_server.model.primitives import Primitives
 
 
 def backward_pass(
+    primitives: Primitives,
     prepared: PreparedDecoder,
     saved: dict[str, Array],
     dhidden: Array,
@@ -48,7 +46,7 @@ def backward_pass(
     What a layer kept is dropped as soon as the layer is through. Where it kept nothing but `attention_in`, `rerun`
     takes the layer's number and that, and returns what the layer keeps.
     """
-    run = BackwardState(prepared, saved, wanted)
+    run = BackwardState(primitives, prepared, saved, wanted)
     first_layer, dx = run.first_layer(), dhidden
     if prepared.final_norm is not None:
         dx = run.norm(prepared.final_norm, saved.pop("final_in"), dx)
@@ -68,7 +66,9 @@ def _take(saved: dict[str, Array], prefix: str) -> dict[str, Array]:
     return {name.removeprefix(prefix): saved.pop(name) for name in names}
 
 
-def head_backward(prepared: PreparedDecoder, hidden: Array, dlogits: Array, grads: dict[str, Array]) -> Array:
+def head_backward(
+    primitives: Primitives, prepared: PreparedDecoder, hidden: Array, dlogits: Array, grads: dict[str, Array]
+) -> Array:
     """Return `dhidden [rows, dim]` given `dlogits [rows, vocab]`, and add to those of grads, of canonical names."""
     config, head, embedding_out = prepared.config, prepared.head, prepared.embedding_out
     narrow = hidden if embedding_out is None else ops.linear_forward(hidden, embedding_out.weight)
@@ -81,15 +81,15 @@ def head_backward(prepared: PreparedDecoder, hidden: Array, dlogits: Array, grad
         dlogits = dlogits * config.logit_scale
     matrix = "embedding.weight" if config.tied_head else "head.weight"
     if matrix in grads:
-        grads[matrix] += ops_backward.linear_weight_backward(narrow, dlogits)
+        primitives.add_weight_backward(narrow, dlogits, grads[matrix])
     if "head.bias" in grads:
         grads["head.bias"] += ops_backward.linear_bias_backward(dlogits)
-    dnarrow = ops_backward.linear_backward(head.weight, dlogits)
+    dnarrow = primitives.linear_backward(head, dlogits)
     if embedding_out is None:
         return dnarrow
     if "embedding_out.weight" in grads:
-        grads["embedding_out.weight"] += ops_backward.linear_weight_backward(hidden, dnarrow)
-    return ops_backward.linear_backward(embedding_out.weight, dnarrow)
+        primitives.add_weight_backward(hidden, dnarrow, grads["embedding_out.weight"])
+    return primitives.linear_backward(embedding_out, dnarrow)
 
 
 class _LayerBackward:
@@ -116,7 +116,8 @@ class _LayerBackward:
             if self._config.residual_from_norm:  # the sum was made with what the sublayer read
                 dx = self._enter(norm, x, dread + dx)
             else:
-                dx = dx + self._enter(norm, x, dread)
+                entered = self._enter(norm, x, dread)
+                dx = np.add(dx, entered, out=entered)
         return dx
 
     def _parallel(self, dx: Array) -> Array:
@@ -153,10 +154,11 @@ class _LayerBackward:
         """Return the gradient of what attention read, x `[tokens, dim]`."""
         run, layer, attention = self._run, self._layer, self._config.attention
         dheads = run.linear(layer.out, self._kept["heads"], ddelta, run.adapters)
-        dqkv = self._attend_each(dheads)  # [tokens, heads + 2 kv_heads, head_dim]
+        scored, heads = self._scored_qkv(), self._kept["heads"]
+        dqkv = run.primitives.attention_backward(attention, layer.scoring, run.saved["starts"], scored, heads, dheads)
         if layer.rotary_id is not None:
             pairs, cos, signed_sin = self._turning(layer.rotary_id, dqkv)
-            rotary_backward(pairs, cos, signed_sin, out=pairs)
+            run.primitives.rotary_backward(pairs, cos, signed_sin)
         flat = dqkv.reshape(len(x), -1)
         for norm, columns in self._head_norms():
             dy = self._by_norm(flat, columns)
@@ -179,11 +181,11 @@ class _LayerBackward:
         qkv = self._kept["qkv_in"].copy()
         for norm, columns in self._head_norms():
             heads = self._by_norm(qkv, columns)
-            self._run.norm_forward(norm, heads, heads)
+            self._run.primitives.norm(self._config, heads, norm, heads)
         qkv = qkv.reshape(len(qkv), -1, head_dim)
         if self._layer.rotary_id is not None:
             pairs, cos, signed_sin = self._turning(self._layer.rotary_id, qkv)
-            rotary_forward(pairs, cos, signed_sin, out=pairs)
+            self._run.primitives.rotary(pairs, cos, signed_sin)
         return qkv
 
     def _head_norms(self) -> Iterator[tuple[Norm, slice]]:
@@ -200,29 +202,6 @@ class _LayerBackward:
         x = qkv[:, columns]
         attention = self._config.attention
         return x if attention.qk_norm == "whole" else x.reshape(len(x), -1, attention.head_dim)
-
-    def _attend_each(self, dheads: Array) -> Array:
-        """Return `[tokens, heads + 2 kv_heads, head_dim]` of dheads `[tokens, heads * head_dim]`."""
-        attention = self._config.attention
-        num_heads, kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        qkv = self._scored_qkv()
-        dqkv = np.empty_like(qkv)
-        starts = self._run.saved["starts"].tolist()
-        for start, stop in pairwise(starts):
-            rows = slice(start, stop)
-            by_group = (stop - start, kv_heads, attention.group_size, head_dim)
-            dq, dk, dv = attention_backward(
-                qkv[rows, :num_heads].reshape(by_group),
-                qkv[rows, num_heads : num_heads + kv_heads].transpose(1, 0, 2),
-                qkv[rows, num_heads + kv_heads :].transpose(1, 0, 2),
-                self._layer.scoring,
-                self._kept["heads"][rows].reshape(by_group),
-                dheads[rows].reshape(by_group),
-            )
-            dqkv[rows, :num_heads] = dq.reshape(-1, num_heads, head_dim)
-            dqkv[rows, num_heads : num_heads + kv_heads] = dk.transpose(1, 0, 2)
-            dqkv[rows, num_heads + kv_heads :] = dv.transpose(1, 0, 2)
-        return dqkv
 
     # ---- feed-forward -----------------------------------------------------------------------------------------------
 
@@ -243,15 +222,14 @@ class _LayerBackward:
         share: Array | None = None,
     ) -> tuple[Array, Array | None]:
         """Return dx of one feed-forward whose output was multiplied by share `[rows, 1]`, and dshare `[rows, 1]`."""
-        hidden, slopes = hidden_backward(self._config.mlp, up)
+        hidden, slopes = self._run.primitives.activation_again(self._config, up)
         dhidden = self._run.linear(mlp.down, hidden, ddown, adapters, share)
         dshare = None
         if share is not None:  # what sum(ddown * output) is, the output not worked out again
             dshare = np.einsum("rh,rh->r", hidden, dhidden)[:, None]
             dhidden *= share
-        by_half = slopes.reshape(len(up), -1, hidden.shape[1])
-        by_half *= dhidden[:, None]
-        return self._run.linear(mlp.up, x, slopes, adapters), dshare
+        dup = self._run.primitives.activation_backward(self._config, slopes, dhidden)
+        return self._run.linear(mlp.up, x, dup, adapters), dshare
 
     def _mix_experts(self, experts: Experts, x: Array, ddelta: Array) -> Array:
         run, scores = self._run, self._kept["router"]

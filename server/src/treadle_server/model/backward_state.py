@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 from treadle_plugin_api.backend import Array
 
-from treadle_server.model import ops, ops_backward
+from treadle_server.model import ops_backward
 from treadle_server.model.adapters import Delta, RowAdapters, lora_arrays, low_rank_backward, low_rank_forward
 from treadle_server.model.fused import cut, parameter_views
 from treadle_server.model.prepared import Linear, Norm, PreparedDecoder
+from treadle_server.model.primitives import Primitives
 
 # What lies behind the hidden states is `head_backward`'s.
 HEAD_PARAMETERS = frozenset({"embedding_out.weight", "head.weight", "head.bias"})
@@ -20,11 +21,19 @@ class BackwardState:
     """One backward pass.
 
     Attributes:
+        primitives: what it is made of.
         saved: what the forward pass kept.
         adapters: the adapter of each row, None when nobody has one.
     """
 
-    def __init__(self, prepared: PreparedDecoder, saved: Mapping[str, Array], wanted: Collection[str] | None) -> None:
+    def __init__(
+        self,
+        primitives: Primitives,
+        prepared: PreparedDecoder,
+        saved: Mapping[str, Array],
+        wanted: Collection[str] | None,
+    ) -> None:
+        self.primitives = primitives
         self.prepared = prepared
         self.config = prepared.config
         self.saved = saved
@@ -65,7 +74,7 @@ class BackwardState:
 
     def linear_forward(self, linear: Linear, x: Array, adapters: RowAdapters | None) -> Array:
         """Return what the forward pass made of x `[rows, in]`, `[rows, out]`."""
-        out = ops.linear_forward(x, linear.weight, linear.bias)
+        out = self.primitives.linear(x, linear, np.empty((len(x), len(linear.weight)), x.dtype))
         for delta in () if adapters is None else adapters.deltas(linear):
             out[delta.rows, delta.columns] += low_rank_forward(x[delta.rows], delta.low_rank)
         return out
@@ -74,7 +83,7 @@ class BackwardState:
         self, linear: Linear, x: Array, dy: Array, adapters: RowAdapters | None, share: Array | None = None
     ) -> Array:
         """Return dx `[rows, in]` of dy `[rows, out]`; the parameters' gradients take share `[rows, 1]` of each row."""
-        dx = ops_backward.linear_backward(linear.weight, dy)
+        dx = self.primitives.linear_backward(linear, dy)
         for delta in () if adapters is None else adapters.deltas(linear):
             self._low_rank(delta, x, dy, share, dx)
         wanted = [name for name in linear.parts if self.wants(f"{name}.weight") or self.wants(f"{name}.bias")]
@@ -86,11 +95,11 @@ class BackwardState:
         """Make the gradients of a matrix and its bias in one product, or of the wanted parts alone."""
         parts = linear.parts
         if all(self.wants(f"{name}.weight") for name in parts):
-            self.add(cut(parts, ops_backward.linear_weight_backward(x, dy), None))
+            self.add(cut(parts, self.primitives.weight_backward(x, dy), None))
         else:
             for name, columns in parts.items():
                 if self.wants(f"{name}.weight"):
-                    self.add([(f"{name}.weight", ops_backward.linear_weight_backward(x, dy[:, columns]))])
+                    self.add([(f"{name}.weight", self.primitives.weight_backward(x, dy[:, columns]))])
         if linear.bias is not None:
             self.add(cut(parts, None, ops_backward.linear_bias_backward(dy)))
 
@@ -104,23 +113,14 @@ class BackwardState:
 
     # ---- norms ------------------------------------------------------------------------------------------------------
 
-    def norm_forward(self, norm: Norm, x: Array, out: Array | None = None) -> Array:
-        """Return the normalised x `[..., dim]`."""
-        if self.config.norm.kind == "rms":
-            return ops.rms_norm_forward(x, norm.weight, self.config.norm.eps, out)
-        return ops.layer_norm_forward(x, norm.weight, norm.bias, self.config.norm.eps, out)
-
     def norm(self, norm: Norm, x: Array, dy: Array) -> Array:
         """Return dx `[..., dim]` of dy `[..., dim]`."""
-        eps = self.config.norm.eps
-        if self.config.norm.kind == "rms":
-            dx, dweight = ops_backward.rms_norm_backward(x, norm.weight, eps, dy)
-            dbias = None
-        else:
-            dx, dweight, dbias = ops_backward.layer_norm_backward(x, norm.weight, norm.bias, eps, dy)
+        dx, dweight, dbias = self.primitives.norm_backward(self.config, x, norm, dy)
         self.add(cut(norm.parts, dweight, dbias))
         return dx
 
     def normed(self, norm: Norm | None, x: Array) -> Array:
         """Work out again what a sublayer read."""
-        return x if norm is None or not self.config.norm.before else self.norm_forward(norm, x)
+        if norm is None or not self.config.norm.before:
+            return x
+        return self.primitives.norm(self.config, x, norm, np.empty_like(x))

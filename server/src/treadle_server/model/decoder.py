@@ -23,9 +23,11 @@ _LOG = logging.getLogger(__name__)
 
 DTypeName = Literal["float32", "float64"]
 Numerics = Literal["fast", "reproducible"]
+Quantised = Literal["int8", "int4"]
+Activations = Literal["float32", "bf16"]
 
-# What `auto` takes where a plugin has it and the number type suits it.
-AUTO_BACKEND = "numpy"
+# What `auto` takes where a plugin has it and the number type suits it, but for small models.
+AUTO_BACKEND = "kernels"
 
 
 class Decoder:
@@ -102,10 +104,18 @@ class Decoder:
 
 
 def make_backend(
-    name: str, dtype: DTypeName, numerics: Numerics, plugged: Mapping[str, BackendFactory] = MappingProxyType({})
+    name: str,
+    dtype: DTypeName,
+    numerics: Numerics,
+    plugged: Mapping[str, BackendFactory] = MappingProxyType({}),
+    *,
+    quantize: Quantised | None = None,
+    activations: Activations = "float32",
+    small: bool = False,
 ) -> ComputeBackend[Any]:
     """Return the named backend: NumPy's, one of the plugged ones, or for `auto` the preferred one that suits.
 
+    For a small model `auto` is NumPy's: it is fast enough, and there at once where the other first compiles.
     Raises ConfigError for a name that is not there, a number type that the backend lacks, and where a plugin cannot
     make its own.
     """
@@ -113,7 +123,13 @@ def make_backend(
         raise ValueError(f"dtype must be float32 or float64, but is {dtype!r}")
     if numerics not in ("fast", "reproducible"):
         raise ValueError(f"numerics must be fast or reproducible, but is {numerics!r}")
-    if name == "auto" and AUTO_BACKEND in plugged and dtype in plugged[AUTO_BACKEND].dtypes:
+    if quantize not in (None, "int8", "int4"):
+        raise ValueError(f"quantize must be int8 or int4, but is {quantize!r}")
+    if activations not in ("float32", "bf16"):
+        raise ValueError(f"activations must be float32 or bf16, but is {activations!r}")
+    if quantize is not None or activations != "float32":
+        name = _able_backend(name, dtype, quantize, activations, plugged)
+    if name == "auto" and not small and AUTO_BACKEND in plugged and dtype in plugged[AUTO_BACKEND].dtypes:
         try:
             return make_backend(AUTO_BACKEND, dtype, numerics, plugged)
         except ConfigError as error:
@@ -126,6 +142,32 @@ def make_backend(
     if dtype not in factory.dtypes:
         raise ConfigError(f"the compute backend {name!r} computes in {', '.join(factory.dtypes)}, not in {dtype}")
     try:
-        return factory.make(dtype, numerics)
+        rounding = {} if activations == "float32" else {"activations": activations}
+        return factory.make(dtype, numerics, **rounding)
     except Exception as error:  # a plugin's factory may raise anything
         raise ConfigError(f"the compute backend {name!r} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _able_backend(
+    name: str,
+    dtype: DTypeName,
+    quantize: Quantised | None,
+    activations: Activations,
+    plugged: Mapping[str, BackendFactory],
+) -> str:
+    """Return the name of a backend that does what is asked beyond the usual: the named one, for `auto` any."""
+    able = [
+        one
+        for one, factory in plugged.items()
+        if (quantize is None or quantize in factory.keeps)
+        and activations in factory.activations
+        and dtype in factory.dtypes
+    ]
+    if name == "auto" and able:
+        return AUTO_BACKEND if AUTO_BACKEND in able else able[0]
+    if name not in able:
+        asked = [f"quantize is {quantize}"] if quantize is not None else []
+        asked += [f"activations is {activations}"] if activations != "float32" else []
+        known = f"available in {dtype}: {', '.join(able)}" if able else "no installed one does; treadle-kernels has one"
+        raise ConfigError(f"{' and '.join(asked)}, but the compute backend {name!r} does not take it; {known}")
+    return name

@@ -1,39 +1,36 @@
 """The NumPy compute backend: the reference for the contract, and what every other backend falls back on.
 
-`forward` is the one forward pass of every family. It is written over primitives (`linear`, `norm`, `rotary`,
-`attention`, `activation`): a backend that is faster at one of them subclasses this one and overrides it. Buffers are
-allocated once a pass and used by every layer, so that the cost of a decoded token is its matrix products.
+`forward` is the one forward pass of every family. It is written over `Primitives`: a backend that is faster at one of
+them subclasses this one and overrides it. Buffers are allocated once a pass and used by every layer, so that the cost
+of a decoded token is its matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from treadle_plugin_api.backend import Array, Batch, CacheView, LowRank, Observer, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
 
 from treadle_server.model import moe, ops
-from treadle_server.model.activations import hidden_forward
 from treadle_server.model.adapters import RowAdapters
-from treadle_server.model.attention import Scoring, attention_forward
+from treadle_server.model.attention import Scoring
 from treadle_server.model.backward import backward_pass, head_backward
 from treadle_server.model.fused import parameter_views
 from treadle_server.model.kv_cache import ScratchCache
 from treadle_server.model.pass_state import Pass, rotary_tables, show, show_qkv, within
 from treadle_server.model.prepared import Experts, Layer, Linear, Mlp, Norm, PreparedDecoder, prepare_decoder
-from treadle_server.model.rotary import rotary_forward
+from treadle_server.model.primitives import Primitives
 
 
-class NumpyBackend:
+class NumpyBackend(Primitives):
     """Computes in float32 or float64 with NumPy's BLAS, fast mode: sums may differ with the number of rows."""
 
     name = "numpy"
-
-    def __init__(self, dtype: DTypeLike = np.float32) -> None:
-        self.dtype = np.dtype(dtype)
 
     def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> PreparedDecoder:
         """Read every weight once, straight into the buffer it is used from, widened to the backend's dtype."""
@@ -85,11 +82,11 @@ class NumpyBackend:
         wanted: Collection[str] | None = None,
     ) -> dict[str, Array]:
         """Return the wanted gradients given `dhidden [tokens, dim]`; see the contract."""
-        return backward_pass(prepared, saved, dhidden, wanted, partial(self._rerun, prepared, saved))
+        return backward_pass(self, prepared, saved, dhidden, wanted, partial(self._rerun, prepared, saved))
 
     def head_backward(self, prepared: PreparedDecoder, hidden: Array, dlogits: Array, grads: dict[str, Array]) -> Array:
         """Return `dhidden [rows, dim]` and add the gradients of what lies behind hidden to grads."""
-        return head_backward(prepared, hidden, dlogits, grads)
+        return head_backward(self, prepared, hidden, dlogits, grads)
 
     def parameters(self, prepared: PreparedDecoder) -> dict[str, Array]:
         """Return the canonical parameters as they are multiplied with, as views: writing to them changes the model.
@@ -97,6 +94,10 @@ class NumpyBackend:
         Norm scales that are stored minus one are here plus one.
         """
         return parameter_views(prepared)
+
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function: the server's losses and optimizers are NumPy's."""
+        return function
 
     def head(self, prepared: PreparedDecoder, hidden: Array, observe: Observer | None = None) -> Array:
         """Return `logits [rows, vocab]` of `hidden [rows, dim]`."""
@@ -113,32 +114,6 @@ class NumpyBackend:
             ops.softcap_forward(logits, config.logit_softcap, out=logits)
         show(observe, "logits", logits)
         return logits
-
-    # ---- primitives -------------------------------------------------------------------------------------------------
-
-    def linear(self, x: Array, linear: Linear, out: Array) -> Array:
-        """Fill out `[rows, out]` with x `[rows, in]` @ weight.T + bias."""
-        return ops.linear_forward(x, linear.weight, linear.bias, out)
-
-    def norm(self, config: DecoderConfig, x: Array, norm: Norm, out: Array) -> Array:
-        """Fill out `[..., dim]` with the normalised x; out may be x."""
-        if config.norm.kind == "rms":
-            return ops.rms_norm_forward(x, norm.weight, config.norm.eps, out)
-        return ops.layer_norm_forward(x, norm.weight, norm.bias, config.norm.eps, out)
-
-    def rotary(self, x: Array, cos: Array, signed_sin: Array) -> None:
-        """Turn x `[tokens, heads, 2, half]` in place."""
-        rotary_forward(x, cos, signed_sin, out=x)
-
-    def attention(
-        self, q: Array, keys: Array, values: Array, length: int, scoring: Scoring, out: Array, observe: Observer | None
-    ) -> None:
-        """Fill out `[rows, kv_heads, group, head_dim]`; see `attention_forward`."""
-        attention_forward(q, keys, values, length, scoring, out, observe)
-
-    def activation(self, config: DecoderConfig, up: Array) -> Array:
-        """Return `[tokens, hidden]` of up, or of gate beside up `[tokens, 2 * hidden]`; may write to its argument."""
-        return hidden_forward(config.mlp, up)
 
     # ---- the forward pass -------------------------------------------------------------------------------------------
 
@@ -253,8 +228,8 @@ class NumpyBackend:
             show_qkv(see, run, "_rotated")
         if clip is None and layer.q_norm is None:
             run.keep("qkv", run.qkv)
+        run.heads = run.to_keep("heads", run.heads)
         self._attend_each(run, index, layer.scoring, within(see, "attention."))
-        run.keep("heads", run.heads)
         show(see, "attention.heads", run.heads)
         projected = self._project(run.heads, layer.out, run.delta, run.adapters)
         show(see, "attention.projection", projected)
@@ -302,6 +277,8 @@ class NumpyBackend:
             out = self._mix_experts(run, mlp, x, see)
         else:
             keep = None if run.kept is None else run.keep
+            if run.config.mlp.gated:  # what the activation makes then stands elsewhere
+                run.up, keep = run.to_keep("up", run.up), None
             out = self._expand(run.config, mlp, x, run.up, run.delta, run.adapters, see, keep)
         show(see, "mlp.down", out)
         return out

@@ -74,6 +74,12 @@ class Pass:
         if self.kept is not None:
             self.kept[name] = array.copy()
 
+    def to_keep(self, name: str, buffer: Array) -> Array:
+        """Return the buffer, or an array in its place that is kept for the backward pass: to be written once."""
+        if self.kept is not None:
+            buffer = self.kept[name] = np.empty_like(buffer)
+        return buffer
+
 
 def rotary_tables(
     prepared: PreparedDecoder, batch: Batch, positions: NDArray[np.int64], dtype: DTypeLike

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,10 @@ class TrainableDecoder(Decoder):
         grads has an array for each of `head_parameters` whose gradient is wanted.
         """
         return self._differentiable.head_backward(self._prepared, hidden, dlogits, grads)
+
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what the backend has in the place of a loss or an optimizer of the server, or the function itself."""
+        return self._differentiable.faster(function)
 
     def head_parameters(self) -> tuple[str, ...]:
         """Return the names of what lies behind the hidden states."""

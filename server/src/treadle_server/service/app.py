@@ -128,6 +128,8 @@ class InferenceServer:
             engine_limits=_pick(EngineLimits, config),
             request_limits=_pick(RequestLimits, config),
             draft=config.drafts.get(name or ""),
+            quantize=config.quantize,
+            activations=config.activations,
         )
 
     async def open(self) -> None:

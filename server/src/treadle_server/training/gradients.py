@@ -9,6 +9,7 @@ import numpy as np
 from treadle_plugin_api.backend import Array
 
 from treadle_server.errors import TrainingError
+from treadle_server.training.threads import BlasThreads
 
 # A smaller sum of squares may have lost some that float32 cannot hold.
 _TINY = 1e-20
@@ -19,11 +20,16 @@ class Accumulator:
 
     So a batch in several parts gives the gradient that it gives in one, also where the parts count different numbers
     of tokens.
+
+    Attributes:
+        sums: the gradients, before they are divided.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: BlasThreads) -> None:
         self.reduction: str | None = None
-        self._sums: dict[str, Array] = {}
+        self._threads = threads
+        self.sums: dict[str, Array] = {}
+        self._squares: list[float] = []
         self._total_weight = 0.0
 
     @property
@@ -41,45 +47,40 @@ class Accumulator:
         if self.reduction not in (None, reduction):
             raise TrainingError(f"gradients of {self.reduction} losses wait for a step; they cannot take a {reduction}")
 
-    def add(self, grads: dict[str, Array], weight: float, reduction: str) -> None:
-        """Add the gradients of a batch's summed loss. The arrays belong to the accumulator afterwards."""
+    def add(self, grads: dict[str, Array], weight: float, reduction: str, file_name: Callable[[str], str]) -> None:
+        """Add the gradients of a batch's summed loss. The arrays belong to the accumulator afterwards.
+
+        Raises TrainingError, nothing added, naming the first tensor whose gradient has a NaN or an infinity.
+        """
         self.check_reduction(reduction)
+        squares = self._threads.each(square_sum, list(grads.values()))
+        check_finite(dict(zip(grads, squares, strict=True)), file_name)
         if self.is_empty:
-            self._sums = grads
+            self.sums, self._squares = grads, squares
         else:
             for name, gradient in grads.items():
-                self._sums[name] += gradient
+                self.sums[name] += gradient
+            self._squares = self._threads.each(square_sum, list(self.sums.values()))
         self.reduction = reduction
         self._total_weight += weight
 
     def norm(self) -> float:
         """Return the norm of all gradients as one vector."""
-        return self.scale * math.sqrt(math.fsum(square_sum(gradient) for gradient in self._sums.values()))
+        return self.scale * math.sqrt(math.fsum(self._squares))
 
     def scaled(self) -> dict[str, Array]:
         """Return the gradients, copied."""
-        return {name: gradient * gradient.dtype.type(self.scale) for name, gradient in self._sums.items()}
-
-    def take(self, factor: float, *, keep: bool = False) -> dict[str, Array]:
-        """Return the gradients times a factor and hold none any more, or keep them and return copies."""
-        if keep:
-            return {name: np.multiply(gradient, factor, out=gradient) for name, gradient in self.scaled().items()}
-        factor *= self.scale
-        grads = self._sums
-        for gradient in grads.values() if factor != 1.0 else ():
-            np.multiply(gradient, factor, out=gradient)
-        self.clear()
-        return grads
+        return {name: gradient * gradient.dtype.type(self.scale) for name, gradient in self.sums.items()}
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self.reduction, self._sums, self._total_weight = None, {}, 0.0
+        self.reduction, self.sums, self._squares, self._total_weight = None, {}, [], 0.0
 
 
-def check_finite(grads: Mapping[str, Array], file_name: Callable[[str], str]) -> None:
-    """Raise TrainingError naming the first tensor whose gradient has a NaN or an infinity."""
-    for name, gradient in grads.items():
-        if not math.isfinite(square_sum(gradient)):
+def check_finite(squares: Mapping[str, float], file_name: Callable[[str], str]) -> None:
+    """Raise TrainingError naming the first tensor whose gradient's sum of squares is not finite."""
+    for name, square in squares.items():
+        if not math.isfinite(square):
             raise TrainingError(
                 f"the gradient of {file_name(name)} is not finite: nothing was changed. "
                 "Lower the learning rate, or look at this batch."

@@ -8,46 +8,22 @@ added in their order: the bits depend on the number of threads, on nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import ThreadpoolController
 from treadle_plugin_api.backend import Array
 
 from treadle_server.model.trainable import TrainableDecoder
 from treadle_server.training.batches import TrainingBatch
 from treadle_server.training.chosen_loss import ChosenLoss
 from treadle_server.training.loss_pass import LossPass
-
-ResultT = TypeVar("ResultT")
+from treadle_server.training.threads import BlasThreads
 
 # Tokens that are worth a thread.
 MIN_TOKENS = 256
 # Each part but the first has gradients of its own; all together take no more than this.
 MAX_GRADIENT_BYTES = 640 << 20
-
-
-class BlasThreads:
-    """The threads that matrix products use."""
-
-    def __init__(self) -> None:
-        self._controller = ThreadpoolController().select(user_api="blas")
-        self.number: int = max((library["num_threads"] for library in self._controller.info()), default=1)
-
-    def shared(self, function: Callable[[LossPass], ResultT], parts: list[LossPass]) -> list[ResultT]:
-        """Return the function's results of all parts, a thread each; products share the threads that there were."""
-        if len(parts) == 1:
-            return [function(parts[0])]
-
-        def run(part: LossPass) -> ResultT:
-            with np.errstate(all="ignore"):  # a thread does not inherit the caller's
-                return function(part)
-
-        with self._controller.limit(limits=self.number // len(parts)), ThreadPoolExecutor(len(parts)) as pool:
-            return list(pool.map(run, parts))
 
 
 class ParallelPass:
@@ -77,9 +53,13 @@ class ParallelPass:
     def backward(self) -> dict[str, Array]:
         """Return the wanted gradients of the summed loss."""
         grads, *others = self._threads.shared(LossPass.backward, self._parts)
-        for other in others:
-            for name, gradient in other.items():
-                grads[name] += gradient
+
+        def add(name: str) -> None:
+            for other in others:
+                grads[name] += other[name]
+
+        if others:
+            self._threads.each(add, list(grads))
         return grads
 
 

@@ -305,6 +305,7 @@ def load_trainer(model: str, config: TrainConfig, plugins: PluginManager | None)
     return Trainer.load(
         model,
         dtype=config.dtype,
+        backend=config.backend,
         optimizer=config.optimizer,
         frozen=config.frozen,
         no_decay=config.no_decay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,11 @@ from treadle_server.errors import CheckpointError, InvalidRequestError, Training
 from treadle_server.plugins.foreign_code import reason_of, reraise_interrupt
 from treadle_server.plugins.parts import PartEntry, PartRegistry
 from treadle_server.training.options import check_options
+from treadle_server.training.threads import BlasThreads
 
 OptimizerState = dict[str, list[Array]]
+# Numbers of a tensor that a thread takes at once.
+PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class StepSettings:
 
     Attributes:
         step: its number, from 1.
+        factor: what gradients are multiplied by first.
         lr: the learning rate.
         weight_decay: of all parameters but the spared.
         spared: names of parameters without weight decay.
@@ -31,6 +35,7 @@ class StepSettings:
     """
 
     step: int
+    factor: float
     lr: float
     weight_decay: float
     spared: frozenset[str]
@@ -44,12 +49,19 @@ class Stepper:
         state: its arrays by parameter, of those that a step has changed.
     """
 
-    def __init__(self, optimizers: PartRegistry[Optimizer], name: str) -> None:
+    def __init__(
+        self,
+        optimizers: PartRegistry[Optimizer],
+        name: str,
+        threads: BlasThreads,
+        faster: Callable[[Callable[..., None]], Callable[..., None]],
+    ) -> None:
         try:
             self._entry = optimizers.get(name)
         except KeyError as error:
             raise InvalidRequestError.of("optimizer", error.args[0]) from None
         self._optimizer: Optimizer = self._entry.part
+        self._threads, self._function = threads, faster(self._optimizer.apply)
         self.state: OptimizerState = {}
 
     @property
@@ -59,7 +71,7 @@ class Stepper:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether its steps cannot fail, so that gradients may be used up."""
+        """Whether its steps cannot fail and treat every number by itself: the server's own."""
         return self._entry.built_in
 
     def check(self, numbers: Mapping[str, float], options: Mapping[str, object]) -> None:
@@ -73,10 +85,13 @@ class Stepper:
         settings: StepSettings,
         file_name: Callable[[str], str],
     ) -> None:
-        """Change the parameters that have gradients. Raises TrainingError, nothing changed, when a plugin's fails."""
+        """Change the parameters that have gradients, which are used up by the server's own optimizers.
+
+        Raises TrainingError, nothing changed, when a plugin's fails.
+        """
         if self.is_trusted:
-            for name, gradient in gradients.items():
-                self._apply(parameters[name], gradient, self._state_of(name, parameters[name]), name, settings)
+            pieces = [piece for name in gradients for piece in self._pieces(name, parameters[name], gradients[name])]
+            self._threads.each(lambda piece: self._apply(*piece, settings), pieces)
             return
         before = dict(self.state)
         undo: list[tuple[Array, Array]] = []
@@ -84,7 +99,7 @@ class Stepper:
             for name, gradient in gradients.items():
                 arrays = (parameters[name], *self._state_of(name, parameters[name]))
                 undo += [(array, array.copy()) for array in arrays]
-                self._apply(parameters[name], gradient, list(arrays[1:]), name, settings)
+                self._apply(name, (arrays[0], gradient.copy(), *arrays[1:]), settings)
                 if not all(np.isfinite(array).all() for array in arrays):
                     raise TrainingError(f"{self._entry.owner} made {file_name(name)} not finite: nothing was changed")
         except BaseException as error:
@@ -93,10 +108,19 @@ class Stepper:
             self.state = before
             raise _failure(self._entry, error) from error
 
-    def _apply(self, parameter: Array, gradient: Array, state: list[Array], name: str, settings: StepSettings) -> None:
+    def _pieces(self, name: str, parameter: Array, gradient: Array) -> Iterator[tuple[str, Sequence[Array]]]:
+        """Yield the name with runs of numbers of parameter, gradient and state."""
+        flat = [array.reshape(-1) for array in (parameter, gradient, *self._state_of(name, parameter))]
+        for start in range(0, parameter.size, PIECE):
+            yield name, [array[start : start + PIECE] for array in flat]
+
+    def _apply(self, name: str, arrays: Sequence[Array], settings: StepSettings) -> None:
+        parameter, gradient, *state = arrays
+        if settings.factor != 1.0:
+            np.multiply(gradient, settings.factor, out=gradient)
         decay = 0.0 if name in settings.spared else settings.weight_decay
         options = {"lr": settings.lr, "weight_decay": decay, **settings.options}
-        self._optimizer.apply(parameter, gradient, state, settings.step, **options)
+        self._function(parameter, gradient, state, settings.step, **options)
 
     def _state_of(self, name: str, parameter: Array) -> list[Array]:
         if name not in self.state:

@@ -18,7 +18,7 @@ from treadle_server.training.schedules import constant, cosine, linear
 _FREE_TO_CHANGE = frozenset({
     "steps", "epochs", "lr", "schedule", "warmup_steps", "final_lr", "betas", "eps", "momentum", "weight_decay",
     "grad_clip_norm", "label_smoothing", "z_loss", "eval_interval", "patience", "checkpoint_interval",
-    "keep_checkpoints", "tensorboard", "save_dtype", "recompute",
+    "keep_checkpoints", "tensorboard", "save_dtype", "recompute", "backend",
 })  # fmt: skip
 
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]  # a run may be resumed from elsewhere
@@ -49,6 +49,7 @@ class TrainConfig(BaseModel):
     seed: Annotated[int, Field(ge=0)] = Field(0, description="seed of the order and of new LoRA factors")
 
     dtype: Literal["float32", "float64"] = Field("float32", description="number type of the arithmetic")
+    backend: str = Field("auto", description="what computes: numpy, a plugin's, or auto for the fastest installed")
     save_dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = Field(
         None, description="number type of the model's files; that of the arithmetic if unset"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from treadle_plugin_api.family import TensorEntry
 
 from treadle_server.checkpoints.loading import Checkpoint, load_checkpoint
 from treadle_server.checkpoints.saving import save_checkpoint
-from treadle_server.errors import CheckpointError
+from treadle_server.errors import CheckpointError, InvalidRequestError
 from treadle_server.model.families.registry import FamilyRegistry
 from treadle_server.model.params import Params
 from treadle_server.model.trainable import TrainableDecoder
@@ -47,6 +48,19 @@ class Trained(Protocol):
 
     def read(self, folder: Path, exact: Mapping[str, Array]) -> dict[str, Array]:
         """Return new arrays as such a folder has them, those of `exact` where it has them; raise CheckpointError."""
+
+
+def matching_parameters(field: str, patterns: Sequence[str], file_names: Mapping[str, str]) -> frozenset[str]:
+    """Return the parameters in the tensors that patterns name, given each one's; every pattern must name one at least.
+
+    Raises InvalidRequestError naming the field.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in file_names.values()):
+            raise InvalidRequestError.of(field, f"must name tensors of the checkpoint, but {pattern!r} names none")
+    return frozenset(
+        param for param, name in file_names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
 
 
 class TrainedModel:

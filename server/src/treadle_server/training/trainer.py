@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self
@@ -20,6 +19,7 @@ from treadle_plugin_api.backend import Adapter, Array
 from treadle_plugin_api.decoder_config import DecoderConfig
 
 from treadle_server.checkpoints.adapters import merge_adapter, read_adapter
+from treadle_server.checkpoints.config_file import refuse_quantised
 from treadle_server.checkpoints.loading import Checkpoint, load_checkpoint
 from treadle_server.checkpoints.saving import save_checkpoint, to_file_tensor
 from treadle_server.checkpoints.store import ModelStore
@@ -28,16 +28,18 @@ from treadle_server.model.decoder import DTypeName
 from treadle_server.model.params import Params
 from treadle_server.model.trainable import TrainableDecoder
 from treadle_server.plugins import PluginManager
+from treadle_server.training.backends import make_training_backend
 from treadle_server.training.batches import FloatRows, Rows, TrainingBatch, make_batch
 from treadle_server.training.chosen_loss import choose_loss
-from treadle_server.training.gradients import Accumulator, check_finite, clip_factor
+from treadle_server.training.gradients import Accumulator, clip_factor
 from treadle_server.training.lora import LoraConfig, TrainedAdapter, new_adapter
 from treadle_server.training.memory import keep_freed_memory
-from treadle_server.training.parallel_pass import BlasThreads, ParallelPass
+from treadle_server.training.parallel_pass import ParallelPass
 from treadle_server.training.results import LossResult, StepResult
 from treadle_server.training.state_files import TrainerState, read_state, replace_folder, settle, write_state
 from treadle_server.training.stepping import OptimizerState, Stepper, StepSettings
-from treadle_server.training.trained import Trained, TrainedModel
+from treadle_server.training.threads import BlasThreads
+from treadle_server.training.trained import Trained, TrainedModel, matching_parameters
 
 Reduction = Literal["mean", "sum"]
 
@@ -57,6 +59,7 @@ class Trainer:
         *,
         dtype: DTypeName = "float32",
         plugins: PluginManager,
+        backend: str = "auto",
         optimizer: str = "adamw",
         frozen: Sequence[str] = (),
         no_decay: Sequence[str] = (),
@@ -65,21 +68,23 @@ class Trainer:
     ) -> None:
         keep_freed_memory()
         self._threads = BlasThreads()
-        self.step = 0
-        self._losses = plugins.losses
-        self._stepper = Stepper(plugins.optimizers, optimizer)
+        self.step, self._losses = 0, plugins.losses
         self._checkpoint = checkpoint
-        self._decoder = TrainableDecoder(checkpoint.config, checkpoint.params, dtype=dtype, recompute=recompute)
+        made = make_training_backend(backend, dtype, plugins.backends.parts())
+        self._stepper = Stepper(plugins.optimizers, optimizer, self._threads, made.faster)
+        self._decoder = TrainableDecoder(
+            checkpoint.config, checkpoint.params, dtype=dtype, backend=made, recompute=recompute
+        )
         self._trained: Trained = (
             TrainedModel(checkpoint, self._decoder, plugins.families)
             if adapter is None
             else TrainedAdapter(checkpoint, adapter)
         )
         self._file_names = {name: entry.file_name for entry in self._trained.table for name in entry.params}
-        self._frozen = self._matching("frozen", frozen)
-        self._no_decay = self._matching("no_decay", no_decay)
+        self._frozen = matching_parameters("frozen", frozen, self._file_names)
+        self._no_decay = matching_parameters("no_decay", no_decay, self._file_names)
         self._wanted = self._trained.wanted(self._trained.arrays.keys() - self._frozen)
-        self._gathered = Accumulator()
+        self._gathered = Accumulator(self._threads)
 
     @classmethod
     def load(
@@ -87,6 +92,7 @@ class Trainer:
         source: str | Path,
         *,
         dtype: DTypeName = "float32",
+        backend: str = "auto",
         optimizer: str = "adamw",
         frozen: Sequence[str] = (),
         no_decay: Sequence[str] = (),
@@ -96,6 +102,9 @@ class Trainer:
         plugins: PluginManager | None = None,
     ) -> Self:
         """Load a model by folder or name, to be trained in float32 or float64 whatever its files hold.
+
+        `backend` is what computes: `numpy`, the name of a plugin's, or `auto` for the fastest that is installed and
+        suits; the first time on a machine that takes a while, in which its code is compiled.
 
         `frozen` and `no_decay` are patterns (`*` any text) of checkpoint tensor names: tensors that never change, and
         those that weight decay leaves alone. `load_state` goes on where a saved trainer was.
@@ -111,6 +120,7 @@ class Trainer:
         plugins = PluginManager.load() if plugins is None else plugins
         settle(Path(source))
         with load_checkpoint(ModelStore().resolve(str(source)), plugins.families) as checkpoint:
+            refuse_quantised(checkpoint.folder, checkpoint.hf_config)
             trained = None if lora is None else new_adapter(checkpoint, lora, dtype)
             if adapter is not None:
                 settle(Path(adapter))
@@ -119,6 +129,7 @@ class Trainer:
                 checkpoint,
                 dtype=dtype,
                 plugins=plugins,
+                backend=backend,
                 optimizer=optimizer,
                 frozen=frozen,
                 no_decay=no_decay,
@@ -177,8 +188,7 @@ class Trainer:
             run.forward(saving=True)
             self._check_loss(run)
             grads = self._trained.gather(run.backward())
-            check_finite(grads, self._file_names.__getitem__)
-        self._gathered.add(grads, run.total_weight, reduction)
+            self._gathered.add(grads, run.total_weight, reduction, self._file_names.__getitem__)
         return self._result(batch, run, reduction, self._gathered.norm())
 
     def gradients(self) -> dict[str, Array]:
@@ -215,7 +225,7 @@ class Trainer:
             raise InvalidRequestError.of(
                 "input_ids", f"rows must have at most {config.context_length} tokens, but one has {longest}"
             )
-        chosen = choose_loss(self._losses, loss, options)
+        chosen = choose_loss(self._losses, loss, options, self._decoder.faster)
         return ParallelPass(self._decoder, batch, chosen, self._wanted, self._threads)
 
     def _check_loss(self, run: ParallelPass) -> None:
@@ -259,10 +269,10 @@ class Trainer:
         norm = self._gathered.norm()
         if not math.isfinite(norm):
             raise TrainingError(f"the gradients' norm is {norm}: nothing was changed; zero_gradients forgets them")
-        settings = StepSettings(self.step + 1, lr, weight_decay, self._no_decay, options)
+        factor = self._gathered.scale * clip_factor(norm, grad_clip_norm)
+        settings = StepSettings(self.step + 1, factor, lr, weight_decay, self._no_decay, options)
         with np.errstate(all="ignore"):
-            grads = self._gathered.take(clip_factor(norm, grad_clip_norm), keep=not self._stepper.is_trusted)
-            self._stepper.step(self._trained.arrays, grads, settings, self._file_names.__getitem__)
+            self._stepper.step(self._trained.arrays, self._gathered.sums, settings, self._file_names.__getitem__)
             self._trained.refresh()
         self._gathered.clear()
         self.step += 1
@@ -388,12 +398,3 @@ class Trainer:
         weights = Params.from_arrays(arrays)
         entries = [entry for entry in self._trained.table if all(param in weights for param in entry.params)]
         return {entry.file_name: to_file_tensor(entry, weights) for entry in entries}
-
-    def _matching(self, field: str, patterns: Sequence[str]) -> frozenset[str]:
-        """Return the canonical parameters in the tensors that patterns name; each must name one at least."""
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in self._file_names.values()):
-                raise InvalidRequestError.of(field, f"must name tensors of the checkpoint, but {pattern!r} names none")
-        return frozenset(
-            param for param, name in self._file_names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
-        )

@@ -60,6 +60,7 @@ class TrainerConfig(ObservedConfig):
 
     port: Annotated[int, Field(ge=0, le=65535)] = Field(DEFAULT_TRAINER_PORT, description="port; 0 takes a free one")
     dtype: Literal["float32", "float64"] = Field("float32", description="number type of the arithmetic")
+    backend: str = Field("auto", description="what computes: numpy, a plugin's, or auto for the fastest installed")
     optimizer: str = Field("adamw", description="optimizer")
     frozen: tuple[str, ...] = Field((), description="patterns of tensors that never change")
     no_decay: tuple[str, ...] = Field((), description="patterns of tensors that weight decay leaves alone")

@@ -70,6 +70,7 @@ def load_trainer(model: str, config: TrainerConfig, report: Callable[[StepMetric
     trainer = Trainer.load(
         folder,
         dtype=config.dtype,
+        backend=config.backend,
         optimizer=config.optimizer,
         frozen=config.frozen,
         no_decay=config.no_decay,
