@@ -79,7 +79,7 @@ class KernelBackend(ReproducibleNumpyBackend):
         x = self._embed(prepared, batch, positions, None, None)
         tables = rotary_tables(prepared, batch, positions, self.dtype)
         fused.forward(self._team, prepared, batch, caches, x, tables)
-        return x if prepared.final_norm is None else self.norm(prepared.config, x, prepared.final_norm, x)
+        return x
 
     def linear(self, x: Array, linear: Linear, out: Array) -> Array:
         """Fill out `[rows, out]` with x `[rows, in]` @ weight.T + bias; an adapter's arrays are NumPy's."""
@@ -93,8 +93,7 @@ class KernelBackend(ReproducibleNumpyBackend):
         x, target = np.require(x, requirements=["C", "W"]), np.require(out, requirements=["C"])
         kernels, team, num_pieces = self._kernels[matrix.stored], self._team, self._team.num_threads * CHUNKS_A_THREAD
         chunk_rows = min(max(MIN_CHUNK_ROWS, len(matrix) // num_pieces // PANEL_ROWS * PANEL_ROWS), MAX_CHUNK_ROWS)
-        floats = products.BLOCK_ROWS * (products.packed_floats(x.shape[1]) + chunk_rows)
-        scratch = np.empty((team.num_threads, floats), np.float32)
+        scratch = team.scratch(products.BLOCK_ROWS * (products.packed_floats(x.shape[1]) + chunk_rows))
 
         def make(operation: int) -> Work:
             call = products.linear

@@ -87,6 +87,7 @@ class FusedDecoder:
             kernels=kernels[stored],
             f32=kernels["float32"].multiply,
             layers=np.array([_layer_row(layer) for layer in prepared.layers], np.int64),
+            final_norm=_address(None if prepared.final_norm is None else prepared.final_norm.weight),
             scales=np.array([layer.scoring.scale for layer in prepared.layers], np.float32),
             eps=np.float32(config.norm.eps),
             heads=attention.num_heads,
@@ -102,12 +103,15 @@ class FusedDecoder:
         self, team: Team, owner: object, batch: Batch, caches: Sequence[CacheView], x: Array,
         tables: Sequence[tuple[Array, Array]],
     ) -> None:  # fmt: skip
-        """Take x `[tokens, dim]` through every layer, in place, and store keys and values; owner holds the weights."""
+        """Take x `[tokens, dim]` through all layers and the final norm, in place, and store keys and values.
+
+        owner holds the weights.
+        """
         rows = _rows(batch)
         self._check(len(x))
         found = [_find_cache(cache, len(self.model.layers)) for cache in caches]
         sequences, kept = np.array([row for row, _ in found], np.int64), [owner, *(arrays for _, arrays in found)]
-        tokens = Tokens(rows, sequences, _query_blocks(rows), _angles(tables, len(x), self.model.half))
+        tokens = Tokens(rows, sequences, _query_blocks(batch.starts), _angles(tables, len(x), self.model.half))
         self._take(team, tokens, x, kept)
 
     def _check(self, num_rows: int) -> None:
@@ -124,13 +128,13 @@ class FusedDecoder:
         q, heads = np.empty((2, num_rows, model.heads * model.head_dim), np.float32)
         room = Room(x, q, heads, np.empty((num_rows, config.mlp.hidden_dim), np.float32))
         size = _scratch_size(config, model, int(tokens.rows[:, 1].max()) + 1)
-        scratch = np.empty((team.num_threads, size), np.float32)
+        scratch = team.scratch(size)
 
         def make(first: int) -> Work:
             # A late thread still reads weights and caches: they live as long as what it was given to do.
             return Work(lambda thread: step(model, tokens, room, team.control, first, scratch[thread]), kept)
 
-        team.run(OPERATIONS_A_LAYER * config.num_layers, make)
+        team.run(OPERATIONS_A_LAYER * config.num_layers + 1, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +208,13 @@ def _scratch_size(config: DecoderConfig, model: Model, length: int) -> int:
     return room
 
 
-def _query_blocks(rows: Integers) -> Integers:
+def _query_blocks(starts: Integers) -> Integers:
     """Return first row and row behind the last of each run of QUERY_ROWS rows of one sequence, `[blocks, 2]`."""
-    bounds = np.flatnonzero(np.diff(rows[:, 0], prepend=-1, append=-1)).tolist()
+    if starts[-1] == len(starts) - 1:  # a token of each sequence
+        return np.stack((starts[:-1], starts[1:]), axis=1)
     blocks = [
         (start, min(start + QUERY_ROWS, stop))
-        for first, stop in itertools.pairwise(bounds)
+        for first, stop in itertools.pairwise(starts.tolist())
         for start in range(first, stop, QUERY_ROWS)
     ]
     return np.array(blocks, np.int64)

@@ -19,7 +19,7 @@ from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point
 from treadle_kernels.memory import pointer
 from treadle_kernels.products import BLOCK_ROWS, multiply_by, pack_by, packed_floats
-from treadle_kernels.tiles import mix_strip, silu_gate, softmax_row, transpose_square
+from treadle_kernels.tiles import exp_row, fetch, mix_strip, silu_gate, transpose_square
 
 # Query rows that attend in one chunk, and keys that they see at once.
 QUERY_ROWS, KEY_BLOCK = 8, 64
@@ -39,7 +39,7 @@ class Model(NamedTuple):
 
     Attributes:
         kernels: for the format that matrices are stored in; f32: address of `multiply` for float32.
-        layers: `[layers, 27]`, columns as above.
+        layers: `[layers, 27]`, columns as above; final_norm: an address, or 0.
         scales: `[layers] float32`, what attention's scores are multiplied by.
         half: pairs of a head that turn.
         out_rows: rows of weights in a chunk of a product that is added to the residual stream; up_rows: in one of the
@@ -49,6 +49,7 @@ class Model(NamedTuple):
     kernels: Any
     f32: Any
     layers: Any
+    final_norm: Any
     scales: Any
     eps: Any
     heads: Any
@@ -170,15 +171,28 @@ def _which_head(model, head):
 
 
 @njit(nogil=True)
+def _place(model, tokens, index, kind, number, row):
+    """Return where a row's keys or values of one head belong."""
+    sequence, position = tokens.rows[row, 0], tokens.rows[row, 1]
+    base = _cached(tokens.sequences[sequence], index, KEYS if kind == KEY else VALUES, number)
+    return base + 4 * position * model.head_dim
+
+
+@njit(nogil=True)
 def _store_head(model, tokens, room, index, kind, number, start, made):
     """Write made `[rows, head_dim]` to the queries, or to the caches of its rows' sequences."""
     if kind == QUERY:
         room.q[start : start + len(made), number * model.head_dim : (number + 1) * model.head_dim] = made
         return
     for row in range(len(made)):
-        sequence, position = tokens.rows[start + row, 0], tokens.rows[start + row, 1]
-        base = _cached(tokens.sequences[sequence], index, KEYS if kind == KEY else VALUES, number)
-        _floats(base + 4 * position * model.head_dim, model.head_dim)[:] = made[row]
+        _floats(_place(model, tokens, index, kind, number, start + row), model.head_dim)[:] = made[row]
+
+
+@njit(nogil=True)
+def _fetch_places(model, tokens, index, kind, number, start, stop):
+    """Have the places that rows will be written to brought near meanwhile: each is somewhere else."""
+    for row in range(start, stop):
+        fetch(_place(model, tokens, index, kind, number, row), 4 * model.head_dim)
 
 
 @njit(nogil=True)
@@ -206,6 +220,8 @@ def _project_heads(model, tokens, room, index, control, operation, scratch):
             current = start
         kind, number = _which_head(model, chunk % pieces)
         first = number * head_dim
+        if kind != QUERY:
+            _fetch_places(model, tokens, index, kind, number, start, stop)
         _stored_product(model, layer, kind, first, head_dim, packed, stop - start, dim, _address(made))
         result = made[: (stop - start) * head_dim].reshape(stop - start, head_dim)
         scale = 0 if kind == VALUE else layer[Q_NORM if kind == QUERY else K_NORM]
@@ -259,18 +275,27 @@ def _attend_rows(model, positions, window, scale, keys, values, queries, made, t
     num_rows, head_dim, group = len(positions), model.head_dim, model.heads // model.kv_heads
     first = max(0, positions[0] - window + 1)
     seen = positions[num_rows - 1] + 1 - first
-    row_bytes = 4 * head_dim
+    row_bytes, totals = 4 * head_dim, np.empty(group, np.float32)
+    # Caches of many sequences come from memory, in the order of addresses if they are asked for so.
+    fetch(keys + first * row_bytes, min(KEY_BLOCK, seen) * row_bytes)
     for start in range(0, seen, KEY_BLOCK):
         count = min(KEY_BLOCK, seen - start)
+        fetch(values + (first + start) * row_bytes, count * row_bytes)
+        fetch(keys + (first + start + count) * row_bytes, min(KEY_BLOCK, seen - start - count) * row_bytes)
         _transpose(keys + (first + start) * row_bytes, count, head_dim, turned)
         _mix(queries, row_bytes, num_rows * group, turned, 4 * KEY_BLOCK, head_dim, count, scores + 4 * start, 4 * seen)
     for row in range(num_rows):
         own = max(0, positions[row] - window + 1)
         count, at = positions[row] + 1 - own, scores + 4 * (row * group * seen + own - first)
-        for member in range(group):
-            softmax_row(at + 4 * member * seen, count, scale)
         out = made + row * group * row_bytes
+        # Sums of exponentials are divided by at the end, in a row of the head's size instead of one of all keys.
+        for member in range(group):
+            totals[member] = exp_row(at + 4 * member * seen, count, scale)
         _mix(at, 4 * seen, group, values + own * row_bytes, row_bytes, count, head_dim, out, row_bytes)
+        for member in range(group):
+            mixed = _floats(out + member * row_bytes, head_dim)
+            for column in range(head_dim):
+                mixed[column] /= totals[member]
 
 
 @njit(nogil=True)
@@ -348,9 +373,25 @@ def _expand(model, room, index, control, operation, scratch):
             end_commit(control, operation, chunk)
 
 
+@njit(nogil=True)
+def _norm_rows(model, x, control, operation, scratch):
+    """Normalise x `[rows, dim]` in place by the final norm."""
+    num_rows, dim = x.shape
+    made = scratch[: BLOCK_ROWS * dim].reshape(BLOCK_ROWS, dim)
+    while True:
+        chunk = take_chunk(control, operation, _num_chunks(num_rows, 1))
+        if chunk < 0:
+            return
+        start, stop = chunk * BLOCK_ROWS, min((chunk + 1) * BLOCK_ROWS, num_rows)
+        _norm(model.f32, x[start:stop], model.final_norm, model.eps, made)
+        if begin_commit(control, operation, chunk):
+            x[start:stop] = made[: stop - start]
+            end_commit(control, operation, chunk)
+
+
 @entry_point
 def step(model, tokens, room, control, operation, scratch):
-    """Take the residual stream through every layer, in place. All threads call it at once.
+    """Take the residual stream through every layer and the final norm, in place. All threads call it at once.
 
     operation: the number of the first operation.
     """
@@ -361,3 +402,5 @@ def step(model, tokens, room, control, operation, scratch):
         _expand(model, room, index, control, operation + 3, scratch)
         _add_product(model, index, DOWN, room.hidden, room.x, control, operation + 4, scratch)
         operation += OPERATIONS_A_LAYER
+    if model.final_norm != 0:
+        _norm_rows(model, room.x, control, operation, scratch)

@@ -8,6 +8,9 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treadle_kernels.chunks import new_control
 
 
@@ -32,10 +35,18 @@ class Team:
         self.control = new_control(num_threads)
         self._busy = threading.Lock()
         self._operation = 1
+        self._scratch: NDArray[np.float32] = np.empty((num_threads, 0), np.float32)
         self._inboxes = [queue.SimpleQueue[Work | None]() for _ in range(1, num_threads)]
         for number, inbox in enumerate(self._inboxes, 1):
             threading.Thread(target=_help, args=(number, inbox), name=f"kernels-{number}", daemon=True).start()
         weakref.finalize(self, _dismiss, self._inboxes)
+
+    def scratch(self, num_floats: int) -> NDArray[np.float32]:
+        """Return room for each thread, `[threads, num_floats]`, for one run: it keeps nothing until the next."""
+        room = self._scratch
+        if room.shape[1] < num_floats:
+            room = self._scratch = np.empty((self.num_threads, num_floats), np.float32)
+        return room[:, :num_floats]
 
     def run(self, num_operations: int, make: Callable[[int], Work]) -> None:
         """Run `make(first operation)` on each thread; return when the caller's own is through.

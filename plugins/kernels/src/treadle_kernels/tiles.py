@@ -20,13 +20,13 @@ from treadle_kernels.emit import F32, FLOATS, LANES, SHORTS, Emitter, Value
 from treadle_kernels.machine import Machine
 
 
-def _kernel(emit: Callable[..., None]) -> Callable[..., Any]:
-    """Make a numba signature's code generator of a function that emits into a builder."""
+def _kernel(emit: Callable[..., Value | None]) -> Callable[..., Any]:
+    """Make a numba signature's code generator of a function that emits into a builder, and may return a value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
         machine = Machine.of_host()
-        emit(Emitter(builder, fused=machine.fused, pairs=machine.pairs), args)
-        return context.get_dummy_value()
+        result = emit(Emitter(builder, fused=machine.fused, pairs=machine.pairs), args)
+        return context.get_dummy_value() if result is None else result
 
     return codegen
 
@@ -263,11 +263,23 @@ def transpose_square(typing: Any, x: Any, stride: Any, count: Any, width: Any, o
 
 
 @intrinsic
-def softmax_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
-    """Turn x `[count]` float32 into exp(scale * (x - max)) / sum in place; the sum has 16 parts, which are folded."""
-    signature = types.void(types.int64, types.int64, types.float32)
+def fetch(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """Have memory brought to the second-level cache while other things are done."""
+    signature = types.void(types.int64, types.int64)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
+        with cgutils.for_range_slice(e.builder, e.number(0), args[1], e.number(LINE)) as (offset, _):
+            e.prefetch(e.at(args[0], offset), near=2)
+
+    return signature, _kernel(emit)
+
+
+@intrinsic
+def exp_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
+    """Turn x `[count]` float32 into exp(scale * (x - max)) in place; return the sum, of 16 parts, which are folded."""
+    signature = types.float32(types.int64, types.int64, types.float32)
+
+    def emit(e: Emitter, args: Sequence[Value]) -> Value:
         x, count, scale = args
         least, scales = e.splat(-3.0e38), e.spread(scale)
         largest = cgutils.alloca_once_value(e.builder, least)
@@ -281,8 +293,7 @@ def softmax_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
         sums = _zeros(e, 1, 1)[0][0]
 
         def raise_(at: Value, mask: Value | None) -> None:
-            found = e.load(FLOATS, at) if mask is None else e.load_some(FLOATS, at, mask)
-            power = e.exp(e.builder.fmul(e.builder.fsub(found, top), scales))
+            power = e.exp(e.builder.fmul(e.builder.fsub(_load(e, FLOATS, at, mask), top), scales))
             counted = power if mask is None else e.builder.select(mask, power, e.splat(0.0))
             e.builder.store(e.builder.fadd(e.builder.load(sums), counted), sums)
             if mask is None:
@@ -291,15 +302,7 @@ def softmax_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
                 e.store_some(power, at, mask)
 
         _each_vector(e, x, count, raise_)
-        total = e.spread(_scalar(e, e.total([e.builder.load(sums)])))
-
-        def divide(at: Value, mask: Value | None) -> None:
-            if mask is None:
-                e.store(e.builder.fdiv(e.load(FLOATS, at), total), at)
-            else:
-                e.store_some(e.builder.fdiv(e.load_some(FLOATS, at, mask), total), at, mask)
-
-        _each_vector(e, x, count, divide)
+        return _scalar(e, e.total([e.builder.load(sums)]))
 
     return signature, _kernel(emit)
 

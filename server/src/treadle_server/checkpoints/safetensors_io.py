@@ -16,6 +16,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -58,6 +59,18 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+
+def _map_file(file: BinaryIO) -> mmap.mmap:
+    """Map a file to read; in huge pages where the system has them and does not hold the file in small ones already.
+
+    A step of decoding reads all of a model: in pages of 4 KB looking those up takes up to a third of its time.
+    """
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
 class SafetensorsFile:
@@ -110,7 +123,7 @@ class SafetensorsFile:
         info = self.tensors[name]
         with self._lock:
             if self._map is None:
-                self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = _map_file(self._file)
         return np.frombuffer(self._map, np.uint8, info.num_bytes, info.offset)
 
     def dtype(self, name: str) -> np.dtype[np.generic]:
