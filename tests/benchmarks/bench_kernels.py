@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_kernels.py FOLDER [--engines NAME ...] [--gguf FOLDER] [--threads 2] [--rounds 5]
 
 What is measured: one decoding step of 1, 8 and 32 streams behind 64 tokens each, all layers and the head; and the pass
-of a prompt of 256 and of 2,048 tokens. Every engine runs in a process of its own and they take turns, a few steps each,
+of a prompt of 256 and of 2,048 tokens. Every engine runs in a process of its own and they take turns, 32 steps each,
 so that what else the machine does falls on all alike. Figures are medians over all turns. Beside the time that went by
 there is the CPU time of all threads: on a busy machine that is what can be compared.
 
@@ -33,7 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 STREAMS, PROMPTS = (1, 8, 32), (256, 2048)
-PREFIX, STEPS_A_TURN, ROOM = 64, 8, 192
+PREFIX, STEPS_A_TURN, ROOM = 64, 32, 192
+# Steps at the beginning of a turn that are not counted: threads wake up, and caches hold what others left.
+WARMUP_STEPS = 4
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TREADLE_KERNELS_THREADS")
 Pair = tuple[float, float]
 
@@ -160,12 +162,13 @@ def serve(name: str, folder: Path, gguf: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints must not stand between the answers
     engine = ENGINES[name](folder, gguf)
+    print(json.dumps([]), file=answers, flush=True)
     for line in sys.stdin:
         prompts, num_steps = json.loads(line)
         states: list[Any] = []
         read = timed(lambda: states.append(engine.read(prompts)))  # noqa: B023 - called at once
         steps = [timed(partial(engine.step, states[0])) for _ in range(num_steps)]
-        print(json.dumps(steps[1:] if steps else [read]), file=answers, flush=True)  # the first wakes threads up
+        print(json.dumps(steps[WARMUP_STEPS:] or [read]), file=answers, flush=True)
 
 
 class Child:
@@ -177,6 +180,11 @@ class Child:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | limits
         )
+
+    def wait(self) -> None:
+        """Wait until it has loaded its model: loading would disturb the others' turns."""
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
 
     def run(self, prompts: list[list[int]], num_steps: int) -> list[Pair]:
         """Read prompts and take steps; return the times of the steps, or of the prompts where there are none."""
@@ -197,7 +205,9 @@ def turns() -> list[tuple[str, int, list[list[int]], int]]:
     def prompt(length: int) -> list[int]:
         return [draw.randrange(100, 1000) for _ in range(length)]
 
-    decode = [(f"{num} streams", num, [prompt(PREFIX) for _ in range(num)], STEPS_A_TURN + 1) for num in STREAMS]
+    decode = [
+        (f"{num} streams", num, [prompt(PREFIX) for _ in range(num)], STEPS_A_TURN + WARMUP_STEPS) for num in STREAMS
+    ]
     return decode + [(f"prompt of {length}", length, [prompt(length)], 0) for length in PROMPTS]
 
 
@@ -205,6 +215,8 @@ def measure(children: dict[str, Child], args: argparse.Namespace) -> tuple[dict[
     """Let the engines take turns; return the times by engine and what was measured, and the speed of a plain read."""
     times: dict[tuple[str, str], list[Pair]] = {}
     speeds = []
+    for child in children.values():
+        child.wait()
     for _ in range(args.rounds):
         for what, _, prompts, num_steps in turns():
             for name, child in children.items():

@@ -99,13 +99,15 @@ def draw(logits: Logits, u: float) -> tuple[int, float]:
 
 
 def _draw(values: Logits, u: float) -> tuple[int, float]:
-    found = weights(values, values.max())
-    sums = np.cumsum(np.add.reduceat(found, np.arange(0, len(found), _DRAWN_BLOCK)))
+    found = values - values.max()
+    np.exp(found, out=found)  # in float32: as exact as the logits are, at a third of the time
+    sums = np.cumsum(np.add.reduceat(found, np.arange(0, len(found), _DRAWN_BLOCK)), dtype=np.float64)
     target = u * sums[-1]
     block = _first_above(sums, target)
     before = sums[block - 1] if block else 0.0
     start = block * _DRAWN_BLOCK
-    index = start + _first_above(before + np.cumsum(found[start : start + _DRAWN_BLOCK]), target)
+    running = np.cumsum(found[start : start + _DRAWN_BLOCK], dtype=np.float64)
+    index = start + _first_above(before + running, target)
     return index, float(found[index] / sums[-1])
 
 
