@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def treadle_home() -> Iterator[Path]:
             del os.environ["TREADLE_HOME"]
         else:
             os.environ["TREADLE_HOME"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Compile once for all processes of the suite, whatever home a test gives them: no time limit should pay for it."""
+    if find_spec("treadle_kernels") is None or find_spec("numba") is None:
+        return
+    from treadle_kernels import training_warm_up
+    from treadle_kernels.compiled import CACHE, cache_folder
+    from treadle_kernels.warm_up import ensure_compiled
+
+    os.environ.setdefault(CACHE, str(cache_folder().parent))
+    ensure_compiled()
+    ensure_compiled(training_warm_up.__name__, training_warm_up.MARK)
 
 
 @pytest.fixture(scope="session")
