@@ -107,3 +107,15 @@ def test_keys_are_turned_exactly(kernels, count, head_dim):
     turned = room[: head_dim * KEY_BLOCK].reshape(head_dim, KEY_BLOCK)
     assert (turned[:, :count] == keys.T).all()
     assert (room[-16:] == 7).all()
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("count", "place"), [(1, 0), (40, 3), (40, 35)])
+def test_what_is_not_finite_stays_so(kernels, wrong, count, place):
+    """NaN, infinity, or nothing but minus infinity among scores: all weights are NaN, as they are in NumPy."""
+    x = np.zeros(count, np.float32)
+    x[place] = wrong
+    if wrong == -np.inf:
+        x[:] = wrong
+    compiled()[0](x, np.float32(1))
+    assert np.isnan(x).all()

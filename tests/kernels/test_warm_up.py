@@ -43,9 +43,52 @@ def test_a_cold_cache_says_so(kernels, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(subprocess, "run", run)
     with caplog.at_level(logging.WARNING):
         warm_up.ensure_compiled()
-    assert calls == [[sys.executable, "-m", "treadle_kernels.warm_up"]]
+    assert calls == [[sys.executable, "-P", "-m", "treadle_kernels.warm_up", warm_up.WITH_PARENT]]
     assert str(tmp_path) in caplog.messages[0]
     assert caplog.messages[1].startswith("compiled kernels in ")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "mark"])
+def test_a_damaged_cache_is_made_again(kernels, monkeypatch, tmp_path, caplog, damage):
+    """A file that is shorter than it was, or is not there, or a mark that says nothing: everything is compiled anew."""
+    from treadle_kernels import warm_up
+    from treadle_kernels.compiled import cache_folder
+
+    calls = []
+
+    def run(command, **options):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("TREADLE_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", run)
+    marker, code = cache_folder() / warm_up.MARK, cache_folder() / "step.1.nbc"
+    code.parent.mkdir()
+    code.write_bytes(b"12345")
+    warm_up.leave_mark(marker)
+    warm_up.ensure_compiled()
+    assert not calls
+    if damage == "mark":
+        marker.write_text("")
+    elif damage == "cut":
+        code.write_bytes(b"123")
+    else:
+        code.unlink()
+    warm_up.ensure_compiled()
+    assert len(calls) == 1
+    assert not code.exists()
+    assert "damaged or gone" in caplog.text
+
+
+def test_nobody_is_left_compiling(kernels):
+    """The process that compiles ends when the one that started it does."""
+    code = "from treadle_kernels.warm_up import end_with_parent; import time; end_with_parent(); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code, "--with-parent"], stdin=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(timeout=3)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(timeout=30) == 1
 
 
 def test_a_compiler_that_fails_is_told(kernels, monkeypatch, tmp_path):

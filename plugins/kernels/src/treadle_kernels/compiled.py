@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +45,8 @@ def cache_folder() -> Path:
 
 @functools.cache  # the sources that run are those that were there at first
 def _key(machine: str) -> str:
-    parts = [version("numba"), version("llvmlite"), version("numpy"), machine]
+    python = ".".join(map(str, sys.version_info[:2]))
+    parts = [python, version("numba"), version("llvmlite"), version("numpy"), machine]
     sources = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in _COMPILED]
     digest = hashlib.sha256(b"\0".join([*(part.encode() for part in parts), *sources]))
     return digest.hexdigest()[:20]

@@ -172,10 +172,13 @@ class Emitter:
         return self.builder.call(function, [c, self.builder.bitcast(a, kind), self.builder.bitcast(b, kind)])
 
     def exp(self, x: Value) -> Value:
-        """E to the power of each lane, within two units in the last place; held at the ends of float32's range."""
+        """E to the power of each lane, within two units in the last place; held at the ends of float32's range.
+
+        NaN stays NaN: what is not finite must be seen in the end.
+        """
         low, high = map(self.splat, EXP_RANGE)
-        x = self.maximum(x, low)
-        x = self.builder.select(self.builder.fcmp_ordered("<", x, high), x, high)
+        x = self.builder.select(self.builder.fcmp_unordered(">", x, low), x, low)
+        x = self.builder.select(self.builder.fcmp_unordered("<", x, high), x, high)
         shifted = self.multiply_add(x, self.splat(1 / math.log(2)), self.splat(ROUND))
         twos = self.builder.fsub(shifted, self.splat(ROUND))
         rest = self.multiply_add(twos, self.splat(-LN2_HIGH), x)
@@ -185,7 +188,8 @@ class Emitter:
             series = self.multiply_add(series, rest, self.splat(coefficient))
         series = self.multiply_add(series, self.builder.fmul(rest, rest), rest)
         series = self.builder.fadd(series, self.splat(1.0))
-        exponent = self.builder.add(self.builder.fptosi(twos, INTS), ir.Constant(INTS, [127] * LANES))
+        whole = self.builder.select(self.builder.fcmp_ordered("ord", twos, twos), twos, self.splat(0.0))
+        exponent = self.builder.add(self.builder.fptosi(whole, INTS), ir.Constant(INTS, [127] * LANES))
         power = self.builder.bitcast(self.builder.shl(exponent, ir.Constant(INTS, [23] * LANES)), FLOATS)
         return self.builder.fmul(series, power)
 

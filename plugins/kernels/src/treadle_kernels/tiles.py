@@ -276,12 +276,15 @@ def fetch(typing: Any, address: Any, num_bytes: Any) -> Any:
 
 @intrinsic
 def exp_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
-    """Turn x `[count]` float32 into exp(scale * (x - max)) in place; return the sum, of 16 parts, which are folded."""
+    """Turn x `[count]` float32 into exp(scale * (x - max)) in place; return the sum, of 16 parts, which are folded.
+
+    With NaN or infinity in x the sum is NaN.
+    """
     signature = types.float32(types.int64, types.int64, types.float32)
 
     def emit(e: Emitter, args: Sequence[Value]) -> Value:
         x, count, scale = args
-        least, scales = e.splat(-3.0e38), e.spread(scale)
+        least, scales = e.splat(float("-inf")), e.spread(scale)
         largest = cgutils.alloca_once_value(e.builder, least)
 
         def look(at: Value, mask: Value | None) -> None:

@@ -10,7 +10,7 @@ from treadle_plugin_api.backend import Array, Batch, DifferentiableBackend
 from treadle_plugin_api.loss import Targets
 
 from treadle_kernels.compiled import cache_folder
-from treadle_kernels.warm_up import SMALL, TOLERANCE
+from treadle_kernels.warm_up import SMALL, TOLERANCE, end_with_parent, leave_mark
 
 MARK = "training_checked"
 
@@ -52,9 +52,9 @@ def _step(backend: DifferentiableBackend[Any]) -> dict[str, Array]:
 
 def main(folder: Path) -> None:
     """Compile, compare, and mark the cache as complete."""
+    end_with_parent()
     check_training()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    leave_mark(folder / MARK)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ server.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 MARK = "checked"
 TIMEOUT_S = 600
+WITH_PARENT = "--with-parent"
 # As a part of the largest logit; a wrong kernel is off by all of it. Beside int8 and int4 activations are rounded.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 0.1
 
@@ -54,19 +59,57 @@ def ensure_compiled(module: str = "treadle_kernels.warm_up", mark: str = MARK) -
     with what the process wrote last, if it fails.
     """
     marker = cache_folder() / mark
-    if marker.exists():
+    if is_complete(marker):
         return
+    if marker.exists():
+        _LOG.warning("compiled kernels in %s are damaged or gone: they are made again", marker.parent)
+        shutil.rmtree(marker.parent, ignore_errors=True)
     _LOG.warning("compiling kernels for this machine, once; they are kept in %s", marker.parent)
     start = time.monotonic()
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-P", "-m", module, WITH_PARENT]  # -P: nothing is imported from the folder it runs in
+    reading, writing = os.pipe()  # its other end is closed when this process ends, however it does
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command, stdin=reading, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"compiling kernels took longer than {TIMEOUT_S} s") from error
+    finally:
+        os.close(reading)
+        os.close(writing)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
         raise RuntimeError(f"compiling kernels failed with status {done.returncode}: {last}")
     _LOG.warning("compiled kernels in %.0f s", time.monotonic() - start)
+
+
+def is_complete(marker: Path) -> bool:
+    """Whether all files are there that were when the mark was left, none shorter than then."""
+    try:
+        sizes = json.loads(marker.read_text())
+        return all((marker.parent / name).stat().st_size >= size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def leave_mark(marker: Path) -> None:
+    """Say that the cache is complete, and which files it has, of how many bytes."""
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    sizes = {one.name: one.stat().st_size for one in marker.parent.glob("*.nb[ic]")}
+    partial = marker.with_name(f"{marker.name}.{os.getpid()}")
+    partial.write_text(json.dumps(sizes))
+    partial.replace(marker)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, so that nobody is left compiling for it."""
+    if WITH_PARENT in sys.argv:
+
+        def wait() -> None:
+            os.read(0, 1)  # not through the buffer of sys.stdin, which the interpreter locks when it ends
+            os._exit(1)
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def check_kernels() -> None:
@@ -103,9 +146,9 @@ def _draw(stored: str) -> Mapping[str, Weight]:
 
 def main(folder: Path) -> None:
     """Compile, compare, and mark the cache as complete."""
+    end_with_parent()
     check_kernels()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).touch()
+    leave_mark(folder / MARK)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Array], metadata: Mappin
     contiguous = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
     partial = path.with_name(path.name + ".partial")
     try:
+        partial.touch()
+        mode = partial.stat().st_mode  # what the user's files have; the library gives its own to their owner alone
         safetensors.numpy.save_file(contiguous, partial, dict(metadata or {"format": "pt"}))
+        partial.chmod(mode)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         _verify(partial, contiguous)

@@ -156,18 +156,20 @@ def _able_backend(
     plugged: Mapping[str, BackendFactory],
 ) -> str:
     """Return the name of a backend that does what is asked beyond the usual: the named one, for `auto` any."""
-    able = [
-        one
+    willing = {
+        one: factory
         for one, factory in plugged.items()
-        if (quantize is None or quantize in factory.keeps)
-        and activations in factory.activations
-        and dtype in factory.dtypes
-    ]
+        if (quantize is None or quantize in factory.keeps) and activations in factory.activations
+    }
+    able = [one for one, factory in willing.items() if dtype in factory.dtypes]
     if name == "auto" and able:
         return AUTO_BACKEND if AUTO_BACKEND in able else able[0]
     if name not in able:
         asked = [f"quantize is {quantize}"] if quantize is not None else []
         asked += [f"activations is {activations}"] if activations != "float32" else []
-        known = f"available in {dtype}: {', '.join(able)}" if able else "no installed one does; treadle-kernels has one"
-        raise ConfigError(f"{' and '.join(asked)}, but the compute backend {name!r} does not take it; {known}")
+        known = "; ".join(f"{one} does in {', '.join(factory.dtypes)}" for one, factory in willing.items())
+        known = known or "no installed one does; treadle-kernels has one"
+        raise ConfigError(
+            f"{' and '.join(asked)}, but the compute backend {name!r} does not take it in {dtype}; {known}"
+        )
     return name
