@@ -164,5 +164,5 @@ def test_code_is_compiled_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(warm_up.subprocess, "run", run)
     with pytest.raises(RuntimeError, match="compiling kernels failed with status 1: off by 3"):
         plugin.make_training("float32")
-    assert commands[0][1:] == ["-m", "treadle_kernels.training_warm_up"]
+    assert commands[0][1:] == ["-P", "-m", "treadle_kernels.training_warm_up", warm_up.WITH_PARENT]
     assert not list(tmp_path.iterdir())
