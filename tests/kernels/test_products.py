@@ -117,18 +117,19 @@ def test_pairs_have_a_portable_twin(kernels):
     """Where two bfloat16 are not multiplied at once, the widened ones are, to float32's precision."""
     from dataclasses import replace
 
-    import treadle_kernels.tiles as tiles
     from numba import njit
+    from treadle_kernels.machine import Machine
     from treadle_kernels.stored import address_of as at
+    from treadle_kernels.tiles import dot_strip
 
     @njit
     def dot(weight, x, k, out):
-        tiles.dot_strip(1, 1, "bfloat16_rounded", (weight, 0, 1, weight, 0), (x, 0, k, out, 0))
+        dot_strip(1, 1, "bfloat16_rounded", (weight, 0, 1, weight, 0), (x, 0, k, out, 0))
 
     a, b = (draw("bfloat16", 1, 96)[0] ^ np.uint16(number) for number in (0, 3))
-    out, plain = np.zeros(1, np.float32), replace(tiles.Machine.of_host(), pairs=False)
+    out, plain = np.zeros(1, np.float32), replace(Machine.of_host(), pairs=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles.Machine, "of_host", lambda: plain)
+        patch.setattr(Machine, "of_host", lambda: plain)
         dot(at(a), at(b), 96, at(out))
     expected = twin("bfloat16", a[None], (b.astype(np.uint32) << 16).view(np.float32)[None])
     np.testing.assert_allclose(out, expected[0], rtol=1e-5)

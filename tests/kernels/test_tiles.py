@@ -15,11 +15,11 @@ def compiled():
     """Softmax, gate, mixing and transposing as functions of arrays."""
     from numba import njit
     from treadle_kernels.step import _address, _mix, _transpose
-    from treadle_kernels.tiles import exp_row, silu_gate
+    from treadle_kernels.tiles import exp_row, largest_of_row, silu_gate
 
     @njit
     def softmax(x, scale):
-        x /= exp_row(_address(x), len(x), scale)
+        x /= exp_row(_address(x), len(x), scale, largest_of_row(_address(x), len(x)))
 
     @njit
     def gate(gates, ups, out):

@@ -28,7 +28,7 @@ CACHE = "TREADLE_KERNELS_CACHE"
 _COMPILED = (
     *("chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles"),
     *("quantised_products", "quantised_tiles"),
-    *("training_attention", "training_emit", "training_products"),
+    *("training_attention", "training_products", "vectors"),
     *("training_row_tiles", "training_rows", "training_tiles"),
 )
 

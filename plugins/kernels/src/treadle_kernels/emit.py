@@ -194,7 +194,7 @@ class Emitter:
         return self.builder.fmul(series, power)
 
     def transpose(self, rows: Sequence[Value]) -> list[Value]:
-        """16 vectors of 16 lanes, turned: lane i of vector j becomes lane j of vector i."""
+        """16 vectors of 16 lanes, turned: lane i of vector j becomes lane j of vector i (Eklundh 1972)."""
         turned, width = list(rows), 1
         while width < LANES:
             # Of two vectors `width` apart, odd runs of lanes of the first change places with even ones of the other.

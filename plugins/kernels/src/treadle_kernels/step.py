@@ -19,7 +19,7 @@ from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point
 from treadle_kernels.memory import pointer
 from treadle_kernels.products import BLOCK_ROWS, multiply_by, pack_by, packed_floats
-from treadle_kernels.tiles import exp_row, fetch, mix_strip, silu_gate, transpose_square
+from treadle_kernels.tiles import exp_row, fetch, largest_of_row, mix_strip, silu_gate, transpose_square
 
 # Query rows that attend in one chunk, and keys that they see at once.
 QUERY_ROWS, KEY_BLOCK = 8, 64
@@ -290,7 +290,8 @@ def _attend_rows(model, positions, window, scale, keys, values, queries, made, t
         out = made + row * group * row_bytes
         # Sums of exponentials are divided by at the end, in a row of the head's size instead of one of all keys.
         for member in range(group):
-            totals[member] = exp_row(at + 4 * member * seen, count, scale)
+            own_scores = at + 4 * member * seen
+            totals[member] = exp_row(own_scores, count, scale, largest_of_row(own_scores, count))
         _mix(at, 4 * seen, group, values + own * row_bytes, row_bytes, count, head_dim, out, row_bytes)
         for member in range(group):
             mixed = _floats(out + member * row_bytes, head_dim)

@@ -6,29 +6,17 @@ that its sums stay in registers. Each output element has one order of summation,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from treadle_kernels.emit import F32, FLOATS, LANES, SHORTS, Emitter, Value
-from treadle_kernels.machine import Machine
-
-
-def _kernel(emit: Callable[..., Value | None]) -> Callable[..., Any]:
-    """Make a numba signature's code generator of a function that emits into a builder, and may return a value."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        machine = Machine.of_host()
-        result = emit(Emitter(builder, fused=machine.fused, pairs=machine.pairs), args)
-        return context.get_dummy_value() if result is None else result
-
-    return codegen
+from treadle_kernels.vectors import Place, each_vector, kernel, reduce
 
 
 def _zeros(e: Emitter, rows: int, columns: int) -> list[list[Value]]:
@@ -103,7 +91,7 @@ def dot_strip(typing: Any, num_x: Any, num_weights: Any, form: Any, matrix: Any,
             source = (own, e.at(weight, e.builder.mul(row, stride)), stride)
             _dot_tile(e, (rows, 1), source, None, (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
 
-    return signature, _kernel(emit)
+    return signature, kernel(emit)
 
 
 def _dot_tile(e: Emitter, size: tuple[int, int], source: Any, fetched: Any, inputs: Any, output: Any) -> None:
@@ -180,7 +168,7 @@ def pack_row(typing: Any, form: Any, x: Any, k: Any, out: Any) -> Any:
             left = [e.builder.sub(rest, e.number(start)) for start in range(0, step, LANES)]
             pack(whole, [e.lanes_below(count) for count in left])
 
-    return signature, _kernel(emit)
+    return signature, kernel(emit)
 
 
 def _store_packed(e: Emitter, form: str, found: Sequence[Value], out: Value) -> None:
@@ -213,7 +201,7 @@ def mix_strip(
         with e.builder.if_then(e.builder.icmp_signed(">", rest, e.number(0))):
             _mix_tile(e, (rows, 1), sources, (out, out_stride), whole, e.lanes_below(rest))
 
-    return signature, _kernel(emit)
+    return signature, kernel(emit)
 
 
 def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, mask: Value | None) -> None:
@@ -259,7 +247,7 @@ def transpose_square(typing: Any, x: Any, stride: Any, count: Any, width: Any, o
         for row, turned in enumerate(e.transpose(rows)):
             e.store(turned, e.at(out, e.times(out_stride, row)))
 
-    return signature, _kernel(emit)
+    return signature, kernel(emit)
 
 
 @intrinsic
@@ -271,43 +259,42 @@ def fetch(typing: Any, address: Any, num_bytes: Any) -> Any:
         with cgutils.for_range_slice(e.builder, e.number(0), args[1], e.number(LINE)) as (offset, _):
             e.prefetch(e.at(args[0], offset), near=2)
 
-    return signature, _kernel(emit)
+    return signature, kernel(emit)
 
 
 @intrinsic
-def exp_row(typing: Any, x: Any, count: Any, scale: Any) -> Any:
-    """Turn x `[count]` float32 into exp(scale * (x - max)) in place; return the sum, of 16 parts, which are folded.
-
-    With NaN or infinity in x the sum is NaN.
-    """
-    signature = types.float32(types.int64, types.int64, types.float32)
+def largest_of_row(typing: Any, x: Any, count: Any) -> Any:
+    """Return the largest of x `[count]`."""
+    signature = types.float32(*[types.int64] * 2)
 
     def emit(e: Emitter, args: Sequence[Value]) -> Value:
-        x, count, scale = args
-        least, scales = e.splat(float("-inf")), e.spread(scale)
-        largest = cgutils.alloca_once_value(e.builder, least)
+        x, count = args
+        return reduce(e, count, e.splat(float("-inf")), e.maximum, lambda place: place.load(x))
 
-        def look(at: Value, mask: Value | None) -> None:
-            found = e.load(FLOATS, at) if mask is None else e.builder.select(mask, e.load_some(FLOATS, at, mask), least)
-            e.builder.store(e.maximum(found, e.builder.load(largest)), largest)
+    return signature, kernel(emit)
 
-        _each_vector(e, x, count, look)
-        top = e.spread(_scalar(e, e.fold([e.builder.load(largest)], e.maximum)))
-        sums = _zeros(e, 1, 1)[0][0]
 
-        def raise_(at: Value, mask: Value | None) -> None:
-            power = e.exp(e.builder.fmul(e.builder.fsub(_load(e, FLOATS, at, mask), top), scales))
-            counted = power if mask is None else e.builder.select(mask, power, e.splat(0.0))
-            e.builder.store(e.builder.fadd(e.builder.load(sums), counted), sums)
-            if mask is None:
-                e.store(power, at)
-            else:
-                e.store_some(power, at, mask)
+@intrinsic
+def exp_row(typing: Any, x: Any, count: Any, scale: Any, top: Any) -> Any:
+    """Put exp(scale * (x - top)) in the place of x `[count]`; return their sum, of 16 parts, which are folded.
 
-        _each_vector(e, x, count, raise_)
-        return _scalar(e, e.total([e.builder.load(sums)]))
+    With NaN in x, or where x and top are infinite, the sum is NaN.
+    """
+    signature = types.float32(types.int64, types.int64, types.float32, types.float32)
 
-    return signature, _kernel(emit)
+    def emit(e: Emitter, args: Sequence[Value]) -> Value:
+        x, count, scale, top = args
+        scales, tops = e.spread(scale), e.spread(top)
+
+        def raise_(place: Place) -> Value:
+            exponent = e.builder.fmul(e.builder.fsub(place.load(x), tops), scales)
+            power = e.exp(exponent)
+            place.store(power, x)
+            return power
+
+        return reduce(e, count, e.splat(0.0), e.builder.fadd, raise_)
+
+    return signature, kernel(emit)
 
 
 @intrinsic
@@ -319,31 +306,11 @@ def silu_gate(typing: Any, gate: Any, up: Any, count: Any, out: Any) -> Any:
         gate, up, count, out = args
         one, zero = e.splat(1.0), e.splat(0.0)
 
-        def apply(at: Value, mask: Value | None) -> None:
-            offset = e.builder.sub(at, gate)
-            places = (at, e.at(up, offset))
-            gates, ups = (e.load(FLOATS, p) if mask is None else e.load_some(FLOATS, p, mask) for p in places)
+        def apply(place: Place) -> None:
+            gates = place.load(gate)
             below = e.builder.fadd(e.exp(e.builder.fsub(zero, gates)), one)
-            result = e.builder.fmul(e.builder.fdiv(gates, below), ups)
-            if mask is None:
-                e.store(result, e.at(out, offset))
-            else:
-                e.store_some(result, e.at(out, offset), mask)
+            place.store(e.builder.fmul(e.builder.fdiv(gates, below), place.load(up)), out)
 
-        _each_vector(e, gate, count, apply)
+        each_vector(e, count, apply)
 
-    return signature, _kernel(emit)
-
-
-def _each_vector(e: Emitter, x: Value, count: Value, apply: Callable[[Value, Value | None], None]) -> None:
-    """Call apply with the address of 16 floats at a time, and a mask for the rest."""
-    whole = _whole(e, count)
-    with cgutils.for_range_slice(e.builder, e.number(0), whole, e.number(LANES)) as (place, _):
-        apply(e.at(x, e.times(place, 4)), None)
-    rest = e.builder.sub(count, whole)
-    with e.builder.if_then(e.builder.icmp_signed(">", rest, e.number(0))):
-        apply(e.at(x, e.times(whole, 4)), e.lanes_below(rest))
-
-
-def _scalar(e: Emitter, vector: Value) -> Value:
-    return e.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+    return signature, kernel(emit)

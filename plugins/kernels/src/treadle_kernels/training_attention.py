@@ -14,8 +14,9 @@ import numpy as np
 from numba import njit
 
 from treadle_kernels.compiled import entry_point
+from treadle_kernels.tiles import exp_row, largest_of_row
 from treadle_kernels.training_products import floats, outer_rows, turn
-from treadle_kernels.training_row_tiles import dot_row, exp_row, largest_of_row, scale_row, score_slopes_row
+from treadle_kernels.training_row_tiles import dot_row, scale_row, score_slopes_row
 
 # Query rows of a block: their scores are made, and read again, before the next.
 QUERY_ROWS = 24

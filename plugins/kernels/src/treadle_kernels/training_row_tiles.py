@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from treadle_kernels.emit import FLOATS, Emitter, Value
-from treadle_kernels.training_emit import Place, each_vector, kernel, reduce
+from treadle_kernels.vectors import Place, each_vector, kernel, reduce
 
 
 @intrinsic
@@ -147,42 +147,6 @@ def gate_slopes_row(typing: Any, gate: Any, up: Any, dhidden: Any, count: Any) -
             place.store(e.builder.fmul(slopes, activated), up)
 
         each_vector(e, count, apply)
-
-    return signature, kernel(emit)
-
-
-@intrinsic
-def largest_of_row(typing: Any, x: Any, count: Any) -> Any:
-    """Return the largest of x `[count]`."""
-    signature = types.float32(*[types.int64] * 2)
-
-    def emit(e: Emitter, args: Sequence[Value]) -> Value:
-        x, count = args
-        return reduce(e, count, e.splat(float("-inf")), e.maximum, lambda place: place.load(x))
-
-    return signature, kernel(emit)
-
-
-@intrinsic
-def exp_row(typing: Any, x: Any, count: Any, scale: Any, top: Any) -> Any:
-    """Put exp(scale * (x - top)) in the place of x `[count]` and return their sum, summed like `dot_row`.
-
-    What is not a number stays so.
-    """
-    signature = types.float32(types.int64, types.int64, types.float32, types.float32)
-
-    def emit(e: Emitter, args: Sequence[Value]) -> Value:
-        x, count, scale, top = args
-        scales, tops = e.spread(scale), e.spread(top)
-
-        def raise_(place: Place) -> Value:
-            exponent = e.builder.fmul(e.builder.fsub(place.load(x), tops), scales)
-            is_none = e.builder.fcmp_unordered("uno", exponent, exponent)
-            power = e.builder.select(is_none, exponent, e.exp(exponent))
-            place.store(power, x)
-            return power
-
-        return reduce(e, count, e.splat(0.0), e.builder.fadd, raise_)
 
     return signature, kernel(emit)
 

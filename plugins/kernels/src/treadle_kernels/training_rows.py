@@ -10,13 +10,12 @@ import numpy as np
 from numba import njit
 
 from treadle_kernels.compiled import entry_point
+from treadle_kernels.tiles import exp_row, largest_of_row
 from treadle_kernels.training_row_tiles import (
     adamw_row,
     dot_row,
-    exp_row,
     gate_row,
     gate_slopes_row,
-    largest_of_row,
     norm_row,
     norm_slopes_row,
     scale_row,

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from treadle_kernels.emit import F32, FLOATS, I32, LANES, Emitter, Value
+from treadle_kernels.emit import F32, FLOATS, LANES, Emitter, Value
 from treadle_kernels.machine import Machine
-from treadle_kernels.training_emit import Place, kernel
+from treadle_kernels.vectors import Place, kernel
 
 # A tile of an outer product: its rows, and vectors of its width, widest first; narrower ones take what is left.
 # 24 sums of 16 lanes fill 32 registers of 512 bits, beside four vectors of b; smaller registers take several for one.
@@ -82,23 +81,7 @@ def turn_tile(typing: Any, source: Any, stride: Any, out: Any, out_stride: Any) 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
         source, stride, out, out_stride = args
         rows = [e.load(FLOATS, e.at(source, e.times(stride, row))) for row in range(LANES)]
-        distance = LANES // 2
-        while distance:
-            for row in range(LANES):
-                if not row & distance:
-                    rows[row], rows[row + distance] = _exchange(e, rows[row], rows[row + distance], distance)
-            distance //= 2
-        for number, row in enumerate(rows):
+        for number, row in enumerate(e.transpose(rows)):
             e.store(row, e.at(out, e.times(out_stride, number)))
 
     return signature, kernel(emit)
-
-
-def _exchange(e: Emitter, a: Value, b: Value, distance: int) -> tuple[Value, Value]:
-    """Swap a's lanes that have a bit of `distance` set with b's that have not (Eklundh 1972)."""
-    lanes = range(LANES)
-    first = [lane if not lane & distance else LANES + lane - distance for lane in lanes]
-    second = [lane + distance if not lane & distance else LANES + lane for lane in lanes]
-    shuffled = (e.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, LANES), x)) for x in (first, second))
-    low, high = shuffled
-    return low, high

@@ -1,4 +1,4 @@
-"""What the vector kernels of training are emitted with: 16 floats of every row at a time, and sums over a row."""
+"""What vector kernels are emitted with: a signature's generator, 16 floats of every row at a time, sums over a row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def kernel(emit: Callable[..., Value | None]) -> Callable[..., Any]:
     """Make a numba signature's code generator of a function that emits into a builder; what it returns is a scalar."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        made = emit(Emitter(builder, fused=Machine.of_host().fused), args)
+        machine = Machine.of_host()
+        made = emit(Emitter(builder, fused=machine.fused, pairs=machine.pairs), args)
         return context.get_dummy_value() if made is None else made
 
     return codegen
