@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 def compiled():
     """Softmax, gate, mixing and transposing as functions of arrays."""
     from numba import njit
-    from treadle_kernels.step import _address, _mix, _transpose
+    from treadle_kernels.attention import _mix, _transpose
+    from treadle_kernels.step import _address
     from treadle_kernels.tiles import exp_row, largest_of_row, silu_gate
 
     @njit
@@ -29,11 +30,11 @@ def compiled():
     def mix(weights, values, out):
         (rows, count), dim = weights.shape, values.shape[1]
         source = (_address(weights), weights.strides[0], rows, _address(values), values.strides[0])
-        _mix(*source, count, dim, _address(out), out.strides[0])
+        _mix(*source, count, dim, _address(out), out.strides[0], _address(values))
 
     @njit
     def transpose(keys, turned):
-        _transpose(_address(keys), len(keys), keys.shape[1], _address(turned))
+        _transpose(_address(keys), len(keys), keys.shape[1], _address(turned), _address(keys))
 
     return softmax, gate, mix, transpose
 
@@ -99,7 +100,7 @@ def test_vectors_fold_alike_alone_and_together(kernels, count):
 @given(count=st.integers(1, 64), head_dim=st.integers(1, 70))
 def test_keys_are_turned_exactly(kernels, count, head_dim):
     """Whatever the sizes, a block of keys lies there turned, and nothing behind its room is written."""
-    from treadle_kernels.step import KEY_BLOCK, turned_floats
+    from treadle_kernels.attention import KEY_BLOCK, turned_floats
 
     keys = np.random.default_rng(count * head_dim).standard_normal((count, head_dim)).astype(np.float32)
     room = np.full(turned_floats(head_dim) + 16, 7, np.float32)

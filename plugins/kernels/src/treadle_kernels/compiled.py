@@ -26,7 +26,7 @@ CACHE = "TREADLE_KERNELS_CACHE"
 
 # The modules that machine code is made of.
 _COMPILED = (
-    *("chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles"),
+    *("attention", "chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles"),
     *("quantised_products", "quantised_tiles"),
     *("training_attention", "training_products", "vectors"),
     *("training_row_tiles", "training_rows", "training_tiles"),

@@ -107,10 +107,11 @@ class Emitter:
         function = self._intrinsic("llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
         self.builder.call(function, [value, pointer, ir.Constant(I32, 1), mask])
 
-    def prefetch(self, address: Value, near: int = 3) -> None:
-        """Have a line of memory brought to the first-level cache, or the second with near = 2.
+    def prefetch(self, address: Value, near: int = 2) -> None:
+        """Have a line of memory brought to the second-level cache, or with near = 3 to the first.
 
-        An address that is nobody's does no harm.
+        The first level waits for too few lines at once to read memory at its speed. An address that is nobody's does no
+        harm.
         """
         pointer = self.builder.inttoptr(address, I8.as_pointer())
         function = self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer.type, I32, I32, I32])

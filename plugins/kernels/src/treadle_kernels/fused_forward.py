@@ -12,10 +12,11 @@ from treadle_plugin_api.backend import QUANTISED_BITS, Array, Batch, CacheView
 from treadle_plugin_api.decoder_config import DecoderConfig
 from treadle_server.model.prepared import Layer, Linear, Mlp, PreparedDecoder
 
+from treadle_kernels.attention import QUERY_ROWS, turned_floats
 from treadle_kernels.chunks import MAX_CHUNKS
 from treadle_kernels.products import BLOCK_ROWS, Kernels, packed_floats
 from treadle_kernels.quantised_tiles import PANEL_ROWS
-from treadle_kernels.step import OPERATIONS_A_LAYER, QUERY_ROWS, Model, Room, Tokens, step, turned_floats
+from treadle_kernels.step import OPERATIONS_A_LAYER, Model, Room, Tokens, step
 from treadle_kernels.stored import StoredMatrix, address_of
 from treadle_kernels.team import Team, Work
 

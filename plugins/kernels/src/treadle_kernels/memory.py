@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -20,6 +21,12 @@ def pointer(typing: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), codegen
+
+
+@njit(nogil=True)
+def floats_at(address, count):
+    """Return the float32 at an address as an array `[count]`."""
+    return carray(pointer(np.int64(address)), (count,), np.float32)
 
 
 @intrinsic

@@ -25,8 +25,8 @@ TILE_ROWS = Machine.of_host().tile_rows
 TILE_WEIGHTS = Machine.of_host().tile_weights
 HALF_ROWS = min(TILE_ROWS, 4)  # eight streams are two such tiles
 
-# How far ahead of a tile memory is fetched: some hundred nanoseconds at the speed that one thread reads it.
-AHEAD = 8192
+# How far ahead of a tile of several rows memory is fetched: some hundred nanoseconds at the speed that it is read.
+TILE_AHEAD = 16384
 # Rows of x that a chunk treats: so many, packed, stay in the second-level cache.
 BLOCK_ROWS = 48
 MULTIPLY_ARGUMENTS, PACK_ARGUMENTS = 10, 5
@@ -80,7 +80,7 @@ def make_kernels(form: str) -> tuple[Any, Any]:
         passes = _num_passes(num_x)
         # A single pass fetches what it reads soon. Of several, all but the first find the weights in the cache: each
         # fetches its share of what lies behind these rows, so that memory and arithmetic are busy all the time.
-        fetched, pace = first + stride * TILE_WEIGHTS + AHEAD, tile_bytes
+        fetched, pace = first + stride * TILE_WEIGHTS + TILE_AHEAD, tile_bytes
         if passes > 1:
             fetched, pace = first + count * stride, tile_bytes // passes
         share = count * stride // passes

@@ -33,7 +33,7 @@ OFFSETS = {8: 128, 4: 8}
 PACKED_BYTES = GROUP + 8
 LARGEST = 127
 TINY = 1e-36  # below it, 127 / x is no number; a group so small counts as zeros
-PREFETCH_BYTES = 2048  # one thread then reads 22 to 28 GB/s where a plain read reads 28 to 31
+PREFETCH_BYTES = 2048  # one thread then reads 28 to 30 GB/s where a plain read reads 32; from 4096 on it was half
 
 BYTES = ir.VectorType(I8, LANES)
 
@@ -203,7 +203,7 @@ def _sum_group(e: QuantisedEmitter, bits: int, at: Value, x: Sequence[Value], su
     """Add the products of a group to sums, in integers; at is the group's place in a panel, x each row's."""
     for line in range(GROUP * bits // 32):
         place = e.at(at, e.number(4 * LANES * line))
-        e.prefetch(e.at(place, e.number(PREFETCH_BYTES)))
+        e.prefetch(e.at(place, e.number(PREFETCH_BYTES)), near=2 if len(x) == 1 else 3)
         for number, weights in enumerate(_unsigned(e, bits, e.load(INTS, place))):
             offset = e.number(4 * (line * 8 // bits + number))
             spread = [e.spread_int(e.load(I32, e.at(row, offset))) for row in x]

@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
-from numba.extending import register_jitable
 
+from treadle_kernels.attention import QUERY_ROWS, attend_rows, turned_floats
 from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point
-from treadle_kernels.memory import pointer
+from treadle_kernels.memory import floats_at, pointer
 from treadle_kernels.products import BLOCK_ROWS, multiply_by, pack_by, packed_floats
-from treadle_kernels.tiles import exp_row, fetch, largest_of_row, mix_strip, silu_gate, transpose_square
+from treadle_kernels.tiles import fetch, silu_gate
 
-# Query rows that attend in one chunk, and keys that they see at once.
-QUERY_ROWS, KEY_BLOCK = 8, 64
 OPERATIONS_A_LAYER = 5
 
 # Columns of `Model.layers`: addresses of the layer's parameters, 0 where there is none, and two numbers.
@@ -91,11 +89,6 @@ def _address(array):
 
 
 @njit(nogil=True)
-def _floats(address, count):
-    return carray(pointer(np.int64(address)), (count,), np.float32)
-
-
-@njit(nogil=True)
 def _product(f32, weight, stride, count, x, num_x, k, out):
     """Fill `[num_x, count]` at out with `[num_x, k]` at x times `count` rows `[k]` at weight, turned; all float32."""
     multiply_by(f32, (weight, stride, 0, count, x, 4 * k, num_x, k, out, 4 * count))
@@ -111,7 +104,7 @@ def _stored_product(model, layer, matrix, row, count, packed, num_x, k, out):
     multiply_by(model.kernels.multiply, (*source, packed[0], packed[1], num_x, k, out, 4 * count))
     if layer[matrix + BIAS] != 0:
         made = carray(pointer(np.int64(out)), (num_x, count), np.float32)
-        made += _floats(layer[matrix + BIAS] + 4 * row, count)
+        made += floats_at(layer[matrix + BIAS] + 4 * row, count)
 
 
 @njit(nogil=True)
@@ -129,7 +122,7 @@ def _num_chunks(num_rows, pieces):
 def _norm(f32, x, weight, eps, out):
     """Fill out `[rows, dim]` with x / sqrt(mean(x^2) + eps) * weight."""
     rows, dim = x.shape
-    square, scale = np.empty(1, np.float32), _floats(weight, dim)
+    square, scale = np.empty(1, np.float32), floats_at(weight, dim)
     for row in range(rows):
         _product(f32, _address(x[row]), 0, 1, _address(x[row]), 1, dim, _address(square))
         factor = np.float32(1.0) / np.sqrt(square[0] / np.float32(dim) + eps)
@@ -185,7 +178,7 @@ def _store_head(model, tokens, room, index, kind, number, start, made):
         room.q[start : start + len(made), number * model.head_dim : (number + 1) * model.head_dim] = made
         return
     for row in range(len(made)):
-        _floats(_place(model, tokens, index, kind, number, start + row), model.head_dim)[:] = made[row]
+        floats_at(_place(model, tokens, index, kind, number, start + row), model.head_dim)[:] = made[row]
 
 
 @njit(nogil=True)
@@ -236,67 +229,10 @@ def _project_heads(model, tokens, room, index, control, operation, scratch):
 
 
 @njit(nogil=True)
-def _mix(weights, weight_stride, num_rows, values, value_stride, count, dim, out, out_stride):
-    """Fill `[num_rows, dim]` at out with weights `[num_rows, count]` @ values `[count, dim]`."""
-    while num_rows >= 4:
-        mix_strip(4, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
-        num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 4 * out_stride
-    if num_rows == 3:
-        mix_strip(3, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
-    elif num_rows == 2:
-        mix_strip(2, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
-    elif num_rows == 1:
-        mix_strip(1, weights, weight_stride, values, value_stride, count, dim, out, out_stride)
-
-
-@register_jitable
-def turned_floats(head_dim):
-    """Return the room for a block of keys, turned: rows of KEY_BLOCK float32."""
-    return (head_dim + 15) // 16 * 16 * KEY_BLOCK
-
-
-@njit(nogil=True)
-def _transpose(keys, count, head_dim, turned):
-    """Write a block of keys `[count, head_dim]` as `[head_dim, KEY_BLOCK]`."""
-    for key in range(0, count, 16):
-        for column in range(0, head_dim, 16):
-            source, target = keys + 4 * (key * head_dim + column), turned + 4 * (column * KEY_BLOCK + key)
-            rows, width = min(16, count - key), min(16, head_dim - column)
-            transpose_square(source, 4 * head_dim, rows, width, target, 4 * KEY_BLOCK)
-
-
-@njit(nogil=True)
-def _attend_rows(model, positions, window, scale, keys, values, queries, made, turned, scores):
-    """Fill made with what query rows of one sequence, at ascending positions, see in one key head's keys and values.
-
-    queries and made are `[rows, group, head_dim]`; turned is room for a block of keys, scores for those of all, `[rows,
-    group, seen]`. A score is summed over head_dim in ascending order.
-    """
-    num_rows, head_dim, group = len(positions), model.head_dim, model.heads // model.kv_heads
-    first = max(0, positions[0] - window + 1)
-    seen = positions[num_rows - 1] + 1 - first
-    row_bytes, totals = 4 * head_dim, np.empty(group, np.float32)
-    # Caches of many sequences come from memory, in the order of addresses if they are asked for so.
-    fetch(keys + first * row_bytes, min(KEY_BLOCK, seen) * row_bytes)
-    for start in range(0, seen, KEY_BLOCK):
-        count = min(KEY_BLOCK, seen - start)
-        fetch(values + (first + start) * row_bytes, count * row_bytes)
-        fetch(keys + (first + start + count) * row_bytes, min(KEY_BLOCK, seen - start - count) * row_bytes)
-        _transpose(keys + (first + start) * row_bytes, count, head_dim, turned)
-        _mix(queries, row_bytes, num_rows * group, turned, 4 * KEY_BLOCK, head_dim, count, scores + 4 * start, 4 * seen)
-    for row in range(num_rows):
-        own = max(0, positions[row] - window + 1)
-        count, at = positions[row] + 1 - own, scores + 4 * (row * group * seen + own - first)
-        out = made + row * group * row_bytes
-        # Sums of exponentials are divided by at the end, in a row of the head's size instead of one of all keys.
-        for member in range(group):
-            own_scores = at + 4 * member * seen
-            totals[member] = exp_row(own_scores, count, scale, largest_of_row(own_scores, count))
-        _mix(at, 4 * seen, group, values + own * row_bytes, row_bytes, count, head_dim, out, row_bytes)
-        for member in range(group):
-            mixed = _floats(out + member * row_bytes, head_dim)
-            for column in range(head_dim):
-                mixed[column] /= totals[member]
+def _keys_of(model, tokens, index, chunk):
+    """Return the address of the keys that a chunk of `_attend` sees."""
+    sequence = tokens.rows[tokens.blocks[chunk // model.kv_heads, 0], 0]
+    return _cached(tokens.sequences[sequence], index, KEYS, chunk % model.kv_heads)
 
 
 @njit(nogil=True)
@@ -309,18 +245,21 @@ def _attend(model, tokens, room, index, control, operation, scratch):
     queries, made = scratch[: QUERY_ROWS * width], scratch[QUERY_ROWS * width : 2 * QUERY_ROWS * width]
     rest, window = scratch[2 * QUERY_ROWS * width :], model.layers[index, WINDOW]
     places = _address(queries), _address(made), _address(rest), _address(rest[turned_floats(model.head_dim) :])
+    num_chunks = len(tokens.blocks) * model.kv_heads
     while True:
-        chunk = take_chunk(control, operation, len(tokens.blocks) * model.kv_heads)
+        chunk = take_chunk(control, operation, num_chunks)
         if chunk < 0:
             return
         block, kv_head = tokens.blocks[chunk // model.kv_heads], chunk % model.kv_heads
         start, stop, first = block[0], block[1], kv_head * width
         sequence = tokens.sequences[tokens.rows[block[0], 0]]
-        keys, values = _cached(sequence, index, KEYS, kv_head), _cached(sequence, index, VALUES, kv_head)
+        values = _cached(sequence, index, VALUES, kv_head)
+        keys = _keys_of(model, tokens, index, chunk)
+        next_keys = _keys_of(model, tokens, index, min(chunk + 1, num_chunks - 1))
         for row in range(stop - start):
             queries[row * width : (row + 1) * width] = room.q[start + row, first : first + width]
         positions = tokens.rows[start:stop, 1]
-        _attend_rows(model, positions, window, model.scales[index], keys, values, *places)
+        attend_rows(model, positions, window, model.scales[index], keys, values, next_keys, *places)
         if begin_commit(control, operation, chunk):
             for row in range(stop - start):
                 room.heads[start + row, first : first + width] = made[row * width : (row + 1) * width]

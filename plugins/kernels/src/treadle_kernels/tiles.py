@@ -85,8 +85,9 @@ def dot_strip(typing: Any, num_x: Any, num_weights: Any, form: Any, matrix: Any,
         with cgutils.for_range_slice(e.builder, e.number(0), tiles, e.number(1)) as (tile, _):
             row = e.times(tile, columns)
             line = e.at(fetched, e.builder.mul(e.builder.mul(tile, steps), pace))
+            ahead = (line, pace) if rows > 1 else None
             source = (own, e.at(weight, e.builder.mul(row, stride)), stride)
-            _dot_tile(e, size, source, (line, pace), (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
+            _dot_tile(e, size, source, ahead, (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
         with cgutils.for_range_slice(e.builder, e.times(tiles, columns), count, e.number(1)) as (row, _):
             source = (own, e.at(weight, e.builder.mul(row, stride)), stride)
             _dot_tile(e, (rows, 1), source, None, (x, x_stride, k), (e.at(out, e.times(row, 4)), out_stride))
@@ -96,28 +97,35 @@ def dot_strip(typing: Any, num_x: Any, num_weights: Any, form: Any, matrix: Any,
 
 def _dot_tile(e: Emitter, size: tuple[int, int], source: Any, fetched: Any, inputs: Any, output: Any) -> None:
     """Multiply `size[0]` rows of x with `size[1]` rows of weights; fetched is an address and a pace, or None."""
-    (form, weights, stride), (x, x_stride, k), (out, out_stride) = source, inputs, output
-    (rows, columns), sums = size, _zeros(e, *size)
+    (rows, columns), sums, (out, out_stride) = size, _zeros(e, *size), output
+    # A row of x by itself meets one row of weights after the other, in the order of addresses: memory is faster so.
+    for some in [range(columns)] if rows > 1 else [[column] for column in range(columns)]:
+        _dot_columns(e, source, fetched, inputs, sums, some)
+    for row in range(rows):
+        total = e.total([e.builder.load(one) for one in sums[row]])
+        e.store(total, e.at(out, e.times(out_stride, row)))
+
+
+def _dot_columns(e: Emitter, source: Any, fetched: Any, inputs: Any, sums: Any, columns: Sequence[int]) -> None:
+    """Add to the sums of some rows of weights, by number, their products with all rows of x."""
+    (form, weights, stride), (x, x_stride, k) = source, inputs
 
     def add(step: Value, mask: Value | None) -> None:
-        at = [e.at(weights, e.times(stride, column), e.times(step, LINE)) for column in range(columns)]
-        from_x = [e.at(x, e.times(x_stride, row), e.times(step, form.given_bytes)) for row in range(rows)]
-        _dot_step(e, form, sums, at, from_x, mask)
+        at = [e.at(weights, e.times(stride, column), e.times(step, LINE)) for column in columns]
+        from_x = [e.at(x, e.times(x_stride, row), e.times(step, form.given_bytes)) for row in range(len(sums))]
+        _dot_step(e, form, [[row[column] for column in columns] for row in sums], at, from_x, mask)
 
     steps = e.builder.sdiv(k, e.number(form.step))
     with cgutils.for_range_slice(e.builder, e.number(0), steps, e.number(1)) as (step, _):
         if fetched is not None:
-            # In the order of addresses, though a tile reads several rows at once: memory is much faster so.
+            # In the order of addresses, though a tile reads several rows at once.
             line = e.at(fetched[0], e.builder.mul(step, fetched[1]))
-            for column in range(columns):
-                e.prefetch(e.at(line, e.number(column * LINE)), near=3 if rows == 1 else 2)
+            for place in range(len(columns)):
+                e.prefetch(e.at(line, e.number(place * LINE)))
         add(step, None)
     rest = e.builder.sub(k, e.times(steps, form.step))
     with e.builder.if_then(e.builder.icmp_signed(">", rest, e.number(0))):
         add(steps, e.lanes_below(rest, form.step))
-    for row in range(rows):
-        total = e.total([e.builder.load(one) for one in sums[row]])
-        e.store(total, e.at(out, e.times(out_stride, row)))
 
 
 def _dot_step(e: Emitter, form: Form, sums: Any, weights: Sequence[Value], x: Sequence[Value], mask: Any) -> None:
@@ -184,15 +192,18 @@ def _store_packed(e: Emitter, form: str, found: Sequence[Value], out: Value) -> 
 @intrinsic(prefer_literal=True)
 def mix_strip(
     typing: Any, num_rows: Any, weights: Any, weight_stride: Any, values: Any, value_stride: Any, count: Any, dim: Any,
-    out: Any, out_stride: Any
+    out: Any, out_stride: Any, fetched: Any
 ) -> Any:  # fmt: skip
-    """Fill out `[num_rows, dim]` float32 with weights `[num_rows, count]` @ values `[count, dim]`, summed in order."""
+    """Fill out `[num_rows, dim]` float32 with weights `[num_rows, count]` @ values `[count, dim]`, summed in order.
+
+    From the address `fetched` on memory is fetched meanwhile, as much as values are and laid out like them.
+    """
     rows = num_rows.literal_value
-    signature = types.void(num_rows, *[types.int64] * 8)
+    signature = types.void(num_rows, *[types.int64] * 9)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
-        weights, weight_stride, values, value_stride, count, dim, out, out_stride = args[1:]
-        sources = (weights, weight_stride, values, value_stride, count)
+        weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched = args[1:]
+        sources = (weights, weight_stride, values, value_stride, count, fetched)
         many, whole = e.builder.and_(dim, e.number(-4 * LANES)), _whole(e, dim)
         for width, start, stop in ((4, e.number(0), many), (1, many, whole)):
             with cgutils.for_range_slice(e.builder, start, stop, e.number(width * LANES)) as (column, _):
@@ -207,12 +218,14 @@ def mix_strip(
 def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, mask: Value | None) -> None:
     """Mix the values at `size[1]` vectors of columns for `size[0]` rows of weights."""
     (rows, width), (out, out_stride) = size, output
-    weights, weight_stride, values, value_stride, count = sources
+    weights, weight_stride, values, value_stride, count, fetched = sources
     places = [e.times(e.at(column, e.number(vector * LANES)), 4) for vector in range(width)]
     sums = _zeros(e, rows, width)
     with cgutils.for_range_slice(e.builder, e.number(0), count, e.number(1)) as (token, _):
-        base = e.at(values, e.builder.mul(token, value_stride))
-        ats = [e.at(base, place) for place in places]
+        offset = e.builder.mul(token, value_stride)
+        ats = [e.at(values, offset, place) for place in places]
+        for place in places:
+            e.prefetch(e.at(fetched, offset, place))
         found = [e.load(FLOATS, at) if mask is None else e.load_some(FLOATS, at, mask) for at in ats]
         for row in range(rows):
             share = e.spread(e.load(F32, e.at(weights, e.times(weight_stride, row), e.times(token, 4))))
@@ -229,21 +242,25 @@ def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, m
 
 
 @intrinsic
-def transpose_square(typing: Any, x: Any, stride: Any, count: Any, width: Any, out: Any, out_stride: Any) -> Any:
+def transpose_square(
+    typing: Any, x: Any, stride: Any, count: Any, width: Any, out: Any, out_stride: Any, behind: Any
+) -> Any:
     """Write x `[count, width]` float32 turned to out `[16, 16]`, of which what lies behind width and count is anything.
 
-    count and width are from 1 to 16.
+    count and width are from 1 to 16. Memory that lies so many bytes behind each row is fetched meanwhile.
     """
-    signature = types.void(*[types.int64] * 6)
+    signature = types.void(*[types.int64] * 7)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
-        x, stride, count, width, out, out_stride = args
+        x, stride, count, width, out, out_stride, behind = args
         last, mask = e.builder.sub(count, e.number(1)), e.lanes_below(width)
         rows = []
         for row in range(LANES):  # instead of rows that are not there the last one
             inside = e.builder.icmp_signed("<", e.number(row), count)
             place = e.builder.select(inside, e.number(row), last)
-            rows.append(e.load_some(FLOATS, e.at(x, e.builder.mul(place, stride)), mask))
+            at = e.at(x, e.builder.mul(place, stride))
+            e.prefetch(e.at(at, behind))
+            rows.append(e.load_some(FLOATS, at, mask))
         for row, turned in enumerate(e.transpose(rows)):
             e.store(turned, e.at(out, e.times(out_stride, row)))
 
@@ -257,7 +274,7 @@ def fetch(typing: Any, address: Any, num_bytes: Any) -> Any:
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
         with cgutils.for_range_slice(e.builder, e.number(0), args[1], e.number(LINE)) as (offset, _):
-            e.prefetch(e.at(args[0], offset), near=2)
+            e.prefetch(e.at(args[0], offset))
 
     return signature, kernel(emit)
 
