@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -181,9 +182,9 @@ class Batch:
         adapters: Sequence[Adapter | None] | None = None,
     ) -> Batch:
         """Make a batch from each sequence's new ids; without prefix lengths all sequences start at position 0."""
-        lengths = [len(ids) for ids in sequences]
-        token_ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(ids, np.int64) for ids in sequences)])
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        parts = [np.asarray(ids, np.int64) for ids in sequences]
+        token_ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        starts = np.array([0, *accumulate(map(len, parts))], np.int64)
         prefixes = np.asarray(prefix_lengths or [0] * len(sequences), np.int64)
         return cls(
             token_ids,
@@ -204,7 +205,9 @@ class Batch:
         return len(self.prefix_lengths)
 
     def positions(self) -> NDArray[np.int64]:
-        """Return each new token's absolute position, `[tokens] int64`."""
+        """Return each new token's absolute position, `[tokens] int64`; not to be written to."""
+        if self.num_tokens == self.num_sequences:  # a token of each: what a decoding step pays for, it pays every time
+            return self.prefix_lengths
         offsets = self.prefix_lengths - self.starts[:-1]
         return np.arange(self.num_tokens, dtype=np.int64) + np.repeat(offsets, np.diff(self.starts))
 

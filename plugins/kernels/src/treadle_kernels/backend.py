@@ -78,7 +78,7 @@ class KernelBackend(ReproducibleNumpyBackend):
         positions = batch.positions()
         x = self._embed(prepared, batch, positions, None, None)
         tables = rotary_tables(prepared, batch, positions, self.dtype)
-        fused.forward(self._team, prepared, batch, caches, x, tables)
+        fused.forward(self._team, prepared, batch, positions, caches, x, tables)
         return x
 
     def linear(self, x: Array, linear: Linear, out: Array) -> Array:

@@ -101,14 +101,14 @@ class FusedDecoder:
         return cls(config, model)
 
     def forward(
-        self, team: Team, owner: object, batch: Batch, caches: Sequence[CacheView], x: Array,
+        self, team: Team, owner: object, batch: Batch, positions: Integers, caches: Sequence[CacheView], x: Array,
         tables: Sequence[tuple[Array, Array]],
     ) -> None:  # fmt: skip
         """Take x `[tokens, dim]` through all layers and the final norm, in place, and store keys and values.
 
-        owner holds the weights.
+        positions are the batch's; owner holds the weights.
         """
-        rows = _rows(batch)
+        rows = _rows(batch, positions)
         self._check(len(x))
         found = [_find_cache(cache, len(self.model.layers)) for cache in caches]
         sequences, kept = np.array([row for row, _ in found], np.int64), [owner, *(arrays for _, arrays in found)]
@@ -179,10 +179,12 @@ def _address(array: Array | None) -> int:
     return 0 if array is None else address_of(array)
 
 
-def _rows(batch: Batch) -> Integers:
+def _rows(batch: Batch, positions: Integers) -> Integers:
     """Return each new token's sequence and position, `[tokens, 2]`."""
-    counts = np.diff(batch.starts)
-    return np.stack([np.repeat(np.arange(len(counts)), counts), batch.positions()], axis=1)
+    rows, numbers = np.empty((len(positions), 2), np.int64), np.arange(batch.num_sequences)
+    rows[:, 0] = numbers if len(numbers) == len(rows) else np.repeat(numbers, np.diff(batch.starts))
+    rows[:, 1] = positions
+    return rows
 
 
 def _angles(tables: Sequence[tuple[Array, Array]], num_rows: int, half: int) -> NDArray[np.float32]:

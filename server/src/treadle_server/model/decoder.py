@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from operator import add
 from types import MappingProxyType
 from typing import Any, Literal
 from weakref import WeakSet
@@ -55,8 +57,7 @@ class Decoder:
         caches[i] belongs to sequence i and must hold prefix_lengths[i] tokens. Without caches every sequence starts at
         position 0 and nothing is kept. Raises ValueError for ids, lengths or positions that the model does not have.
         """
-        self._check(batch, caches)
-        lengths = np.diff(batch.starts).tolist()
+        lengths = self._check(batch, caches)
         if caches is None:
             scratch = [ScratchCache(self.config, self.dtype, length) for length in lengths]
             return self.backend.forward(self._prepared, batch, scratch, observe)
@@ -75,21 +76,27 @@ class Decoder:
         """Return an empty cache of this decoder's shape and dtype."""
         return KVCache(self.config, self.dtype, capacity, max_tokens)
 
-    def _check(self, batch: Batch, caches: Sequence[KVCache] | None) -> None:
-        if batch.num_tokens and not 0 <= batch.token_ids.min() <= batch.token_ids.max() < self.config.vocab_size:
+    def _check(self, batch: Batch, caches: Sequence[KVCache] | None) -> list[int]:
+        """Return the new tokens of each sequence; raise ValueError for a batch that the model or the caches do not fit.
+
+        In lists: a step has few numbers, for which array operations take longer.
+        """
+        ids, prefixes = batch.token_ids.tolist(), batch.prefix_lengths.tolist()
+        lengths = [stop - start for start, stop in pairwise(batch.starts.tolist())]
+        if ids and not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
             raise ValueError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
         held = [0] * batch.num_sequences if caches is None else [cache.length for cache in caches]
-        if held != batch.prefix_lengths.tolist():
-            raise ValueError(f"prefix_lengths are {batch.prefix_lengths.tolist()}, but the caches hold {held} tokens")
-        lengths = np.diff(batch.starts)
-        if len(lengths) != batch.num_sequences or batch.starts[-1] != batch.num_tokens or lengths.min(initial=1) < 1:
+        if held != prefixes:
+            raise ValueError(f"prefix_lengths are {prefixes}, but the caches hold {held} tokens")
+        if len(lengths) != len(prefixes) or sum(lengths) != len(ids) or min(lengths, default=1) < 1:
             raise ValueError("every sequence of a batch needs a prefix length and one new token at least")
-        longest = int((batch.prefix_lengths + lengths).max(initial=0))
+        longest = max(map(add, prefixes, lengths), default=0)
         if self.config.positions.has_hard_limit and longest > self.config.context_length:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the model has {self.config.context_length} positions"
             )
         self._check_adapters(batch)
+        return lengths
 
     def _check_adapters(self, batch: Batch) -> None:
         """Look at each adapter once: it is immutable, and a step must not pay for it."""

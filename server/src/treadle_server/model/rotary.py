@@ -127,7 +127,9 @@ def rotary_table(
     if attention_factor != 1.0:
         cos *= attention_factor
         sin *= attention_factor
-    return cos[:, None, None, :].astype(dtype), np.stack([-sin, sin], axis=1)[:, None].astype(dtype)
+    signed = np.empty((len(angles), 1, 2, angles.shape[1]), dtype)
+    signed[:, 0, 0], signed[:, 0, 1] = -sin, sin
+    return cos[:, None, None, :].astype(dtype), signed
 
 
 def rotary_forward(x: Array, cos: Array, signed_sin: Array, out: Array | None = None) -> Array:
