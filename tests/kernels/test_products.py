@@ -24,14 +24,16 @@ def kernels_of(form: str):
 
 def multiply(form: str, weight: np.ndarray, x: np.ndarray, row: int = 0) -> np.ndarray:
     """Return x `[rows, k]` times weight `[n, k]` from a row on, turned; strides as the arrays have them."""
-    from treadle_kernels.products import packed_floats
+    from treadle_kernels.products import ROW_GROUP, packed_floats
     from treadle_kernels.stored import address_of as at
 
     pack, product = kernels_of(form)
     (num_x, k), count = x.shape, len(weight) - row
-    packed = np.full((num_x, packed_floats(k) + 1), np.nan, np.float32)
+    num_floats = -(-num_x // ROW_GROUP) * ROW_GROUP * packed_floats(k)
+    packed = np.full(num_floats + 1, np.nan, np.float32)
     stride = pack(at(x), x.strides[0], num_x, k, at(packed))
     assert stride <= 4 * packed_floats(k)
+    assert np.isnan(packed[-1])
     out = np.full((num_x, count + 1), 7, np.float32)
     product(at(weight), weight.strides[0], row, count, at(packed), stride, num_x, k, at(out), out.strides[0])
     assert (out[:, count] == 7).all()
@@ -96,8 +98,19 @@ def test_what_lies_behind_a_row_is_not_read(kernels, form):
     assert np.isfinite(multiply(form, weight, x)).all()
 
 
+def first_row(packed: np.ndarray) -> np.ndarray:
+    """Return 640 bfloat16 of the first of some packed rows: they lie in its order, or in tiles for 16 rows."""
+    from treadle_kernels.products import TILES
+
+    if not TILES:
+        return packed.view(np.uint16)[:640]
+    start = -packed.ctypes.data % 64 // 4  # tiles begin where lines of memory do
+    return packed[start : start + 5120].view(np.uint16).reshape(20, 16, 16, 2)[:, :, 0].ravel()
+
+
 def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(kernels):
     """Packed as bfloat16, numbers are those that ml_dtypes rounds to; NaN stays NaN, however its bits are."""
+    from treadle_kernels.products import ROW_GROUP, packed_floats
     from treadle_kernels.stored import address_of as at
 
     rng = np.random.default_rng(0)
@@ -105,10 +118,10 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_not_finite(kernels):
     x[:6] = np.array([0x7FFFFFFF, 0x7F800001, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 0x80000000], np.uint32).view(
         np.float32
     )
-    packed = np.zeros(640, np.uint16)
+    packed = np.zeros(ROW_GROUP * packed_floats(640), np.float32)
     kernels_of("bfloat16_rounded")[0](at(x), 0, 1, len(x), at(packed))
     with np.errstate(invalid="ignore"):
-        found, expected = packed.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16)
+        found, expected = first_row(packed).view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16)
     assert (np.isnan(found) == np.isnan(expected)).all()
     assert (found[~np.isnan(x)] == expected[~np.isnan(x)]).all()
 

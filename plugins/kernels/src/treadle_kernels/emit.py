@@ -172,6 +172,52 @@ class Emitter:
         function = self._intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, kind, kind])
         return self.builder.call(function, [c, self.builder.bitcast(a, kind), self.builder.bitcast(b, kind)])
 
+    def split(self, value: Value) -> tuple[Value, Value]:
+        """16 float32 as bfloat16, cut off behind their eight digits, `<16 x i16>`, and what was cut off, as float32.
+
+        Both are exact. Nothing is cut off from what is infinite; from NaN NaN is.
+        """
+        b, bits = self.builder, self.builder.bitcast(value, INTS)
+        high = b.bitcast(b.and_(bits, ir.Constant(INTS, [-(1 << 16)] * LANES)), FLOATS)
+        rest = b.select(b.fcmp_ordered("==", value, high), self.splat(0.0), b.fsub(value, high))
+        return b.trunc(b.lshr(bits, ir.Constant(INTS, [16] * LANES)), ir.VectorType(I16, LANES)), rest
+
+    def join(self, even: Value, odd: Value) -> Value:
+        """Twice 16 shorts in turn, two to a word; `<16 x i32>`."""
+        high = self.builder.shl(self.builder.zext(odd, INTS), ir.Constant(INTS, [16] * LANES))
+        return self.builder.or_(self.builder.zext(even, INTS), high)
+
+    def configure_tiles(self, config: Value) -> None:
+        """Take the shapes of tiles from the 64 bytes at an address; all tiles are zeros."""
+        self._tile_instruction("ldtilecfg", [], config)
+
+    def release_tiles(self) -> None:
+        """Give the tiles back: a thread that holds them is dearer to stop and to start."""
+        self._tile_instruction("tilerelease", [])
+
+    def clear_tile(self, tile: int) -> None:
+        """Fill a tile with zeros."""
+        self._tile_instruction("tilezero", [tile])
+
+    def load_tile(self, tile: int, address: Value, stride: Value) -> None:
+        """Read a tile's rows, which lie so many bytes apart."""
+        self._tile_instruction("tileloadd64", [tile], address, stride)
+
+    def store_tile(self, tile: int, address: Value, stride: Value) -> None:
+        """Write a tile's rows."""
+        self._tile_instruction("tilestored64", [tile], address, stride)
+
+    def multiply_tiles(self, into: int, left: int, right: int) -> None:
+        """Add products of bfloat16: row i, column j gets row i of the left times column j of pairs of the right."""
+        self._tile_instruction("tdpbf16ps", [into, left, right])
+
+    def _tile_instruction(self, name: str, tiles: Sequence[int], address: Value = None, *rest: Value) -> None:
+        values = [ir.Constant(I8, tile) for tile in tiles]
+        if address is not None:
+            values += [self.builder.inttoptr(address, I8.as_pointer()), *rest]
+        kinds = [value.type for value in values]
+        self.builder.call(self._intrinsic(f"llvm.x86.{name}", ir.VoidType(), kinds), values)
+
     def exp(self, x: Value) -> Value:
         """E to the power of each lane, within two units in the last place; held at the ends of float32's range.
 

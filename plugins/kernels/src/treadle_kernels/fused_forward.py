@@ -14,6 +14,7 @@ from treadle_server.model.prepared import Layer, Linear, Mlp, PreparedDecoder
 
 from treadle_kernels.attention import QUERY_ROWS, turned_floats
 from treadle_kernels.chunks import MAX_CHUNKS
+from treadle_kernels.machine import Machine
 from treadle_kernels.products import BLOCK_ROWS, Kernels, packed_floats
 from treadle_kernels.quantised_tiles import PANEL_ROWS
 from treadle_kernels.step import OPERATIONS_A_LAYER, Model, Room, Tokens, step
@@ -23,8 +24,8 @@ from treadle_kernels.team import Team, Work
 Integers = NDArray[np.int64]
 
 # Rows of weights in a chunk, at most. A chunk of one row of x takes some microseconds: long beside what taking one
-# costs, short beside an operation, at whose end threads wait for each other. Quantised rows are shorter.
-OUT_ROWS, UP_ROWS = 32, 64
+# costs, short beside an operation, at whose end threads wait for each other. Quantised rows are shorter; AMX is faster.
+OUT_ROWS, UP_ROWS = 64 if Machine.of_host().tiles else 32, 64
 QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS = 96, 128
 CHUNKS_A_THREAD = 3
 NO_WINDOW = 1 << 40

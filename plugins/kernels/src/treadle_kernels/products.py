@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic, register_jitable
 
+from treadle_kernels.amx_products import BESIDE_BYTES, ROW_BYTES, tile_functions
+from treadle_kernels.amx_tiles import TERMS
 from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point, kernel
 from treadle_kernels.emit import I64
@@ -29,14 +31,20 @@ HALF_ROWS = min(TILE_ROWS, 4)  # eight streams are two such tiles
 TILE_AHEAD = 16384
 # Rows of x that a chunk treats: so many, packed, stay in the second-level cache.
 BLOCK_ROWS = 48
+# Rows that may be packed as one, so that there is room for as many; BLOCK_ROWS is some times that.
+ROW_GROUP = 16
 MULTIPLY_ARGUMENTS, PACK_ARGUMENTS = 10, 5
+# What a packed row takes of each 32 numbers, in float32, and beside them.
+TILES = Machine.of_host().tiles
+FLOATS_A_STEP, FLOATS_BESIDE = (ROW_BYTES // 4, BESIDE_BYTES // 4) if TILES else (32, 0)
 
 
 class Kernels(NamedTuple):
     """The product of a format: addresses of `pack` and `multiply`.
 
     `pack(x, x_stride, num_x, k, out) -> int64` writes rows of x `[num_x, k]` float32 as `multiply` wants them, in at
-    most `packed_floats(k)` float32 a row, and returns the stride that it wants with them.
+    most `packed_floats(k)` float32 a row, with room for a multiple of ROW_GROUP rows, and returns the stride that it
+    wants with them.
 
     `multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride)` fills out `[num_x, count]` float32
     with packed x times `count` rows of the matrix at `weight` from `row` on, turned; stride: bytes of a row, or of a
@@ -58,22 +66,27 @@ def _num_passes(num_x):
 
 @register_jitable
 def packed_floats(k: int) -> int:
-    """Return the room for a packed row, in float32."""
-    return (k + 31) // 32 * 32
+    """Return the room for a packed row, in float32, where there is room for whole groups of ROW_GROUP."""
+    return (k + 31) // 32 * FLOATS_A_STEP + FLOATS_BESIDE
 
 
 def make_kernels(form: str) -> tuple[Any, Any]:
     """Make `pack` and `multiply` for matrices of a format of `tiles.FORMS`, as C functions; see `Kernels`."""
+    pack, multiply = tile_functions(form) if TILES and form in TERMS else _vector_functions(form)
+    packing, multiplying = types.int64(*[types.int64] * PACK_ARGUMENTS), types.void(*[types.int64] * MULTIPLY_ARGUMENTS)
+    return kernel(packing)(pack), kernel(multiplying)(multiply)
+
+
+def _vector_functions(form: str) -> tuple[Any, Any]:
+    """Make them of tiles in vector registers, not compiled yet."""
     step, step_bytes = FORMS[form].step, FORMS[form].given_bytes
 
-    @kernel(types.int64(*[types.int64] * PACK_ARGUMENTS))
     def pack(x, x_stride, num_x, k, out):
         size = (k + step - 1) // step * step_bytes
         for row in range(num_x):
             pack_row(form, x + row * x_stride, k, out + row * size)
         return size
 
-    @kernel(types.void(*[types.int64] * MULTIPLY_ARGUMENTS))
     def multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride):
         first = weight + row * stride
         tile_bytes = TILE_WEIGHTS * LINE
