@@ -9,8 +9,8 @@ from numba.extending import register_jitable
 from treadle_kernels.memory import floats_at
 from treadle_kernels.tiles import exp_row, largest_of_row, mix_strip, transpose_square
 
-# Query rows that attend in one chunk, and keys that they see at once.
-QUERY_ROWS, KEY_BLOCK = 8, 64
+# Query rows that attend in one chunk, at most, and keys that they see at once.
+QUERY_ROWS, KEY_BLOCK = 16, 64
 
 
 @njit(nogil=True)

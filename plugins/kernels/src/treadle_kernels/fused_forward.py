@@ -28,6 +28,8 @@ Integers = NDArray[np.int64]
 OUT_ROWS, UP_ROWS = 64 if Machine.of_host().tiles else 32, 64
 QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS = 96, 128
 CHUNKS_A_THREAD = 3
+# Query rows in a chunk turn their keys once for all of them; with fewer, scores of long sequences stay in the cache.
+MIN_QUERY_ROWS, CACHED_SCORES = 4, 1 << 17
 NO_WINDOW = 1 << 40
 
 
@@ -113,7 +115,8 @@ class FusedDecoder:
         self._check(len(x))
         found = [_find_cache(cache, len(self.model.layers)) for cache in caches]
         sequences, kept = np.array([row for row, _ in found], np.int64), [owner, *(arrays for _, arrays in found)]
-        tokens = Tokens(rows, sequences, _query_blocks(batch.starts), _angles(tables, len(x), self.model.half))
+        blocks = _query_blocks(batch, self.config.attention.group_size)
+        tokens = Tokens(rows, sequences, blocks, _angles(tables, len(x), self.model.half))
         self._take(team, tokens, x, kept)
 
     def _check(self, num_rows: int) -> None:
@@ -207,21 +210,31 @@ def _scratch_size(config: DecoderConfig, model: Model, length: int) -> int:
     hidden = max(config.mlp.hidden_dim, attention.num_heads * attention.head_dim)
     normed = config.dim + packed_floats(config.dim) + max(attention.head_dim, 2 * model.up_rows)
     product = BLOCK_ROWS * max(normed, packed_floats(hidden) + model.out_rows)
-    attending = QUERY_ROWS * attention.group_size * (2 * attention.head_dim + length)
+    group = attention.group_size
+    scores = max(MIN_QUERY_ROWS * group * length, min(QUERY_ROWS * group * length, CACHED_SCORES))
+    attending = 2 * QUERY_ROWS * group * attention.head_dim + scores
     room: int = max(product, turned_floats(attention.head_dim) + attending)
     return room
 
 
-def _query_blocks(starts: Integers) -> Integers:
-    """Return first row and row behind the last of each run of QUERY_ROWS rows of one sequence, `[blocks, 2]`."""
-    if starts[-1] == len(starts) - 1:  # a token of each sequence
+def _query_blocks(batch: Batch, group: int) -> Integers:
+    """Return first row and row behind the last of each run of rows of one sequence that attend at once, `[blocks, 2]`.
+
+    group: heads that share a head of keys.
+    """
+    starts = batch.starts
+    if batch.num_tokens == batch.num_sequences:
         return np.stack((starts[:-1], starts[1:]), axis=1)
-    blocks = [
-        (start, min(start + QUERY_ROWS, stop))
-        for first, stop in itertools.pairwise(starts.tolist())
-        for start in range(first, stop, QUERY_ROWS)
-    ]
+    blocks = []
+    for (first, stop), prefix in zip(itertools.pairwise(starts.tolist()), batch.prefix_lengths.tolist(), strict=True):
+        rows = _query_rows(group, prefix + stop - first)
+        blocks += [(start, min(start + rows, stop)) for start in range(first, stop, rows)]
     return np.array(blocks, np.int64)
+
+
+def _query_rows(group: int, length: int) -> int:
+    """Return how many query rows of a sequence of so many tokens attend in one chunk."""
+    return max(MIN_QUERY_ROWS, min(QUERY_ROWS, CACHED_SCORES // (group * length)))
 
 
 def _find_cache(cache: CacheView, num_layers: int) -> tuple[list[int], object]:

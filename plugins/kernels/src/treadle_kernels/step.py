@@ -239,7 +239,7 @@ def _keys_of(model, tokens, index, chunk):
 def _attend(model, tokens, room, index, control, operation, scratch):
     """A chunk is a block of query rows of one sequence and the heads that share a key head.
 
-    A row's scores with all keys that it sees are there at once; those of no more than QUERY_ROWS rows of a head are.
+    A row's scores with all keys that it sees are there at once; those of few rows of a head are.
     """
     width = (model.heads // model.kv_heads) * model.head_dim
     queries, made = scratch[: QUERY_ROWS * width], scratch[QUERY_ROWS * width : 2 * QUERY_ROWS * width]
