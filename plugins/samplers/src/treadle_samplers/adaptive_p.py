@@ -72,7 +72,7 @@ class AdaptiveP(Select):
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token; notes its probability."""
         transformed = self.distribution(logits, context, state)
-        token_id, _ = draw(transformed, context.uniform())
+        token_id, _ = draw(transformed, context)
         log_p = float(logits[token_id]) - float(logits.max()) - log_total(logits)
         state.drawn = (token_id, float(np.exp(log_p)))
         return token_id

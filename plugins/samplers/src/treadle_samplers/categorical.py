@@ -14,7 +14,7 @@ class Categorical(Select):
 
     Formula: with weights w_i = exp(l_i - max l) over the finite logits in ascending id order and one uniform u of
     (0, 1), the first token whose running sum exceeds u * sum w. Weights are float32 as logits are, summed in blocks of
-    512 that are added in float64: float32 sums lose the tail of a large vocabulary. One uniform a token costs far less
+    256 that are added in float64: float32 sums lose the tail of a large vocabulary. One uniform a token costs far less
     than Gumbel noise for every id and draws from the same distribution.
 
     Edges: a masked token, or one whose weight underflows to 0, is never chosen; with one finite logit that one is.
@@ -25,4 +25,4 @@ class Categorical(Select):
 
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token."""
-        return draw(logits, context.uniform())[0]
+        return draw(logits, context)[0]

@@ -71,7 +71,7 @@ class Mirostat(Select):
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token; notes its surprise."""
         ids = np.sort(self._kept(logits, state.mu))
-        index, probability = draw(logits[ids], context.uniform())
+        index, probability = draw(logits[ids], context)
         token_id = int(ids[index])
         state.drawn = (token_id, -math.log2(probability))
         return token_id

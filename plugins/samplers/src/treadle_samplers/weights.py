@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api import Logits, finite
+from treadle_plugin_api import Logits, SamplingContext, finite
 from treadle_plugin_api.logits import Ids
 
 # What is summed at once: 64 KiB of float64.
@@ -15,7 +15,7 @@ BLOCK = 8192
 
 # What a draw sums at once before it looks for the token in there: a running sum takes some twenty times as long as a
 # plain one, as each addition waits for the one before it.
-_DRAWN_BLOCK = 512
+_DRAWN_BLOCK = 256
 
 # One logit of so many tells a draw whether most are masked: to look at all of them costs two searches for the largest.
 _LOOKED_AT = 32
@@ -86,22 +86,25 @@ def log_total(logits: Logits) -> float:
     return math.log(block_sums(values, values.max()).sum())
 
 
-def draw(logits: Logits, u: float) -> tuple[int, float]:
-    """Draw from softmax of `logits` [vocab] float32 by the uniform `u`: the id, and its probability.
+def draw(logits: Logits, context: SamplingContext) -> tuple[int, float]:
+    """Draw from softmax of `logits` [n] float32 by the context's next uniform u: the index, and its probability.
 
-    The first token in ascending id order at which the running sum of weights exceeds the share `u` of all.
+    The first one, in ascending order, at which the running sum of weights exceeds the share u of all.
     """
     if 2 * np.count_nonzero(logits[::_LOOKED_AT] > -np.inf) > len(logits) // _LOOKED_AT:
-        return _draw(logits, u)  # masked tokens weigh 0
+        room = context.empty()[: len(logits)]  # lent again and again, it stays in the processor's cache
+        return _draw(logits, context.uniform(), room)  # masked tokens weigh 0
     ids = finite(logits)
-    index, probability = _draw(logits[ids], u)
+    values = logits[ids]
+    index, probability = _draw(values, context.uniform(), values)
     return int(ids[index]), probability
 
 
-def _draw(values: Logits, u: float) -> tuple[int, float]:
-    found = values - values.max()
+def _draw(values: Logits, u: float, found: Logits) -> tuple[int, float]:
+    """Draw an index of `values` [n]; `found` [n] is overwritten, and may be `values`."""
+    np.subtract(values, values.max(), out=found)
     np.exp(found, out=found)  # in float32: as exact as the logits are, at a third of the time
-    sums = np.cumsum(np.add.reduceat(found, np.arange(0, len(found), _DRAWN_BLOCK)), dtype=np.float64)
+    sums = np.cumsum(_drawn_block_sums(found), dtype=np.float64)
     target = u * sums[-1]
     block = _first_above(sums, target)
     before = sums[block - 1] if block else 0.0
@@ -109,6 +112,13 @@ def _draw(values: Logits, u: float) -> tuple[int, float]:
     running = np.cumsum(found[start : start + _DRAWN_BLOCK], dtype=np.float64)
     index = start + _first_above(before + running, target)
     return index, float(found[index] / sums[-1])
+
+
+def _drawn_block_sums(found: Logits) -> NDArray[np.float32]:
+    """Sum of each `_DRAWN_BLOCK` of `found` [n], the last of which may be shorter."""
+    whole = len(found) // _DRAWN_BLOCK * _DRAWN_BLOCK
+    sums: NDArray[np.float32] = np.einsum("ij->i", found[:whole].reshape(-1, _DRAWN_BLOCK))  # half the time of `sum`
+    return sums if whole == len(found) else np.append(sums, found[whole:].sum())
 
 
 def _first_above(sums: NDArray[np.float64], target: float) -> int:
