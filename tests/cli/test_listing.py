@@ -50,6 +50,8 @@ def test_a_server_lists_its_models(treadle: Run, target: str) -> None:
     """`models --target` lists what that server serves."""
     (model,) = json.loads(treadle("models", "--target", target, "--json").stdout)
     assert (model["name"], model["context_length"], model["has_chat_template"]) == ("tiny", 128, True)
+    row = treadle("models", "--target", target).stdout.split()
+    assert (row[0], row[-2:]) == ("tiny", [model["dtype"], model["backend"]])
 
 
 def test_an_unknown_source_is_named(treadle: Run) -> None:

@@ -68,6 +68,8 @@ def test_it_answers_not_serving_while_it_loads(start: Run, slow_model: Path, fre
         let_it_load(slow_model)
         client.wait_ready(timeout_s=10)
         assert len(client.generate("the", max_tokens=1, token_ids=True).choices) == 1
+        while b"the backend numpy computes in float32" not in process.stderr.readline():
+            pass
 
 
 def test_a_signal_while_it_loads_ends_it(start: Run, slow_model: Path) -> None:

@@ -63,5 +63,7 @@ def _write_served(target: str, connection: ConnectionFlags, *, as_json: bool) ->
     if as_json:
         write_json(served)
     else:
-        rows = [[m.name, m.model_type, f"{m.num_parameters:,}", str(m.context_length), m.dtype] for m in served]
-        write_table(["name", "type", "parameters", "context", "dtype"], rows)
+        rows = [
+            [m.name, m.model_type, f"{m.num_parameters:,}", str(m.context_length), m.dtype, m.backend] for m in served
+        ]
+        write_table(["name", "type", "parameters", "context", "dtype", "backend"], rows)
