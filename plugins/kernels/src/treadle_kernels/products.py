@@ -29,6 +29,8 @@ HALF_ROWS = min(TILE_ROWS, 4)  # eight streams are two such tiles
 
 # How far ahead of a tile of several rows memory is fetched: some hundred nanoseconds at the speed that it is read.
 TILE_AHEAD = 16384
+# What rows of x pass by one after the other: so many bytes of weights stay in the first-level cache beside them.
+BLOCK_BYTES = 16384
 # Rows of x that a chunk treats: so many, packed, stay in the second-level cache.
 BLOCK_ROWS = 48
 # Rows that may be packed as one, so that there is room for as many; BLOCK_ROWS is some times that.
@@ -87,18 +89,18 @@ def _vector_functions(form: str) -> tuple[Any, Any]:
             pack_row(form, x + row * x_stride, k, out + row * size)
         return size
 
-    def multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride):
-        first = weight + row * stride
+    @register_jitable
+    def multiply_block(weight, stride, count, x, x_stride, num_x, k, out, out_stride):
         tile_bytes = TILE_WEIGHTS * LINE
         passes = _num_passes(num_x)
         # A single pass fetches what it reads soon. Of several, all but the first find the weights in the cache: each
         # fetches its share of what lies behind these rows, so that memory and arithmetic are busy all the time.
-        fetched, pace = first + stride * TILE_WEIGHTS + TILE_AHEAD, tile_bytes
+        fetched, pace = weight + stride * TILE_WEIGHTS + TILE_AHEAD, tile_bytes
         if passes > 1:
-            fetched, pace = first + count * stride, tile_bytes // passes
+            fetched, pace = weight + count * stride, tile_bytes // passes
         share = count * stride // passes
         while num_x > 0:
-            matrix = (first, stride, count, fetched, pace)
+            matrix = (weight, stride, count, fetched, pace)
             if num_x >= TILE_ROWS:
                 dot_strip(TILE_ROWS, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
                 done = TILE_ROWS
@@ -112,6 +114,12 @@ def _vector_functions(form: str) -> tuple[Any, Any]:
                 dot_strip(1, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
                 done = 1
             num_x, x, out, fetched = num_x - done, x + done * x_stride, out + done * out_stride, fetched + share
+
+    def multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride):
+        block = max(1, BLOCK_BYTES // max(stride, 1) // TILE_WEIGHTS) * TILE_WEIGHTS
+        for start in range(0, count, block):
+            own = weight + (row + start) * stride, stride, min(block, count - start)
+            multiply_block(*own, x, x_stride, num_x, k, out + 4 * start, out_stride)
 
     return pack, multiply
 
