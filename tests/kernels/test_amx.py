@@ -120,8 +120,9 @@ def test_tiles_are_used_where_all_is_there(kernels, monkeypatch, lacking):
     monkeypatch.delenv(machine.AMX, raising=False)
     monkeypatch.delenv(machine.PORTABLE, raising=False)
     assert machine.Machine.of_host().tiles == (lacking is None)
-    monkeypatch.setenv(machine.AMX, "0")
-    assert not machine.Machine.of_host().tiles
+    for refused in ("0", "off", "No", "false"):
+        monkeypatch.setenv(machine.AMX, refused)
+        assert not machine.Machine.of_host().tiles
 
 
 def test_a_process_asks_for_tiles_once(kernels):

@@ -195,19 +195,42 @@ def test_observed_attention_follows_its_formula(odd_decoder):
     np.testing.assert_allclose(see["heads"], heads.transpose(1, 0, 2).reshape(9, -1), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (Batch.of([[0, 523]]), "token ids must be between 0 and 522"),
-        (Batch.of([[-1]]), "token ids must be between 0 and 522"),
-        (Batch.of([[1]], [4]), "prefix_lengths"),
-        (Batch.of([[1], []]), "one new token"),
-    ],
-)
+def flat(ids: object, starts: list[int], prefix_lengths: list[int]) -> Batch:
+    """Make a batch of parts that need not fit."""
+    return Batch(np.array(ids, np.int64), np.array(starts, np.int64), np.array(prefix_lengths, np.int64))
+
+
+BAD_BATCHES = [
+    (Batch.of([[0, 523]]), "token ids must be between 0 and 522"),
+    (Batch.of([[-1]]), "token ids must be between 0 and 522"),
+    (Batch.of([[1]], [4]), "prefix_lengths"),
+    (Batch.of([[1], []]), "one new token"),
+    (Batch.of([]), "needs a sequence"),
+    (Batch.of([[[1, 2], [3, 4]]]), "one row"),
+    (flat([1, 2, 3], [1, 4], [0]), "of 3 ids go from 1 to 4"),
+    (flat([1, 2, 3], [-5, -2], [0]), "of 3 ids go from -5 to -2"),
+    (flat([1, 2, 3], [0, 2], [0]), "of 3 ids go from 0 to 2"),
+    (flat([1, 2], [5, 6, 7], [0, 0]), "of 2 ids go from 5 to 7"),
+    (flat([1, 2], [0, 2, 1], [0, 0]), "one new token"),
+    (flat([1, 2], [0, 2], [0, 0]), "a prefix length"),
+    (flat([], [], []), "needs a sequence"),
+]
+
+
+@pytest.mark.parametrize(("batch", "message"), BAD_BATCHES)
 def test_a_batch_that_does_not_fit_is_refused(odd_decoder, batch, message):
-    """Ids outside the vocabulary, a wrong prefix length and an empty sequence raise ValueError."""
+    """Ids outside the vocabulary, wrong prefix lengths and starts, and empty sequences raise ValueError."""
     with pytest.raises(ValueError, match=message):
         odd_decoder().forward(batch)
+
+
+def test_a_cache_belongs_to_one_sequence(odd_decoder):
+    """Two sequences of a batch that name the same cache are refused, and nothing is written to it."""
+    decoder = odd_decoder()
+    cache = decoder.new_cache()
+    with pytest.raises(ValueError, match="same cache"):
+        decoder.forward(Batch.of([[1], [2]]), [cache, cache])
+    assert cache.length == 0
 
 
 def test_learned_positions_end_at_the_context_length(load_decoder):

@@ -16,6 +16,7 @@ PORTABLE = "TREADLE_KERNELS_PORTABLE"
 AMX = "TREADLE_KERNELS_AMX"
 
 MAX_THREADS = 16
+_NO = ("0", "no", "off", "false")
 
 # Linux's own numbers: the call `arch_prctl` of x86-64, its request for a part of the registers, and that part.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -65,7 +66,7 @@ class Machine:
 def _has_tiles(features: Mapping[str, bool]) -> bool:
     """Whether kernels may use AMX: the CPU has it, nobody has said no, and the system permits it to this process."""
     found = features.get("amx-tile", False) and features.get("amx-bf16", False)
-    return found and os.environ.get(AMX, "") != "0" and may_use_tiles()
+    return found and os.environ.get(AMX, "").lower() not in _NO and may_use_tiles()
 
 
 @functools.cache
@@ -82,7 +83,7 @@ def may_use_tiles() -> bool:
 
 def is_portable() -> bool:
     """Whether kernels must run on every CPU of this machine's kind."""
-    return os.environ.get(PORTABLE, "") not in ("", "0")
+    return os.environ.get(PORTABLE, "").lower() not in ("", *_NO)
 
 
 def num_threads() -> int:

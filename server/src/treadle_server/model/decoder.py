@@ -81,16 +81,22 @@ class Decoder:
 
         In lists: a step has few numbers, for which array operations take longer.
         """
-        ids, prefixes = batch.token_ids.tolist(), batch.prefix_lengths.tolist()
-        lengths = [stop - start for start, stop in pairwise(batch.starts.tolist())]
-        if ids and not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
+        if {array.ndim for array in (batch.token_ids, batch.starts, batch.prefix_lengths)} != {1}:
+            raise ValueError("ids, starts and prefix lengths of a batch must each be one row")
+        ids, starts, prefixes = batch.token_ids.tolist(), batch.starts.tolist(), batch.prefix_lengths.tolist()
+        lengths = [stop - start for start, stop in pairwise(starts)]
+        if not lengths or len(lengths) != len(prefixes) or min(lengths) < 1:
+            raise ValueError("a batch needs a sequence, and each sequence a prefix length and one new token at least")
+        if (starts[0], starts[-1]) != (0, len(ids)):
+            raise ValueError(f"the starts of a batch of {len(ids)} ids go from {starts[0]} to {starts[-1]}")
+        if not 0 <= min(ids) <= max(ids) < self.config.vocab_size:
             raise ValueError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
-        held = [0] * batch.num_sequences if caches is None else [cache.length for cache in caches]
+        held = [0] * len(prefixes) if caches is None else [cache.length for cache in caches]
         if held != prefixes:
             raise ValueError(f"prefix_lengths are {prefixes}, but the caches hold {held} tokens")
-        if len(lengths) != len(prefixes) or sum(lengths) != len(ids) or min(lengths, default=1) < 1:
-            raise ValueError("every sequence of a batch needs a prefix length and one new token at least")
-        longest = max(map(add, prefixes, lengths), default=0)
+        if caches is not None and len(set(map(id, caches))) != len(caches):
+            raise ValueError("two sequences of a batch have the same cache")
+        longest = max(map(add, prefixes, lengths))
         if self.config.positions.has_hard_limit and longest > self.config.context_length:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the model has {self.config.context_length} positions"
