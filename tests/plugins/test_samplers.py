@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from treadle_plugin_api import SamplingContext, Stage, random, softmax64
@@ -223,6 +223,9 @@ def test_categorical_is_the_inverse_cdf(u: float, expected: int):
 
 
 @given(st.lists(finite_floats, min_size=1, max_size=30), st.floats(2.0**-53, 1 - 2.0**-53))
+@example([18.0, 0.0], 1 - 2.0**-53)  # the rarest token, at the end of the row
+@example([-40.0, 0.0, -35.5], 1 - 2.0**-53)
+@example([60.0, 44.0, 43.5], 1 - 2.0**-53)
 def test_categorical_matches_a_running_sum(values: list[float], u: float):
     """The definition, spelt out."""
     sums = np.cumsum(np.exp(np.array(values) - max(values)))
