@@ -1,6 +1,6 @@
 """Measures a model folder through a real server and client, and prints a table.
 
-    python tests/benchmarks/bench_model.py FOLDER [--vs transformers] [--numerics reproducible] [--runs 3]
+    python tests/benchmarks/bench_model.py FOLDER [--vs transformers] [--backend NAME] [--numerics MODE] [--runs 3]
 
 For 1 and 8 streams: prefill rate, decode rate, time to first token, and the time each token spends outside the
 model (engine, sampling, gRPC, detokenizing, client). Every figure is a median over runs; with `--vs` the
@@ -56,13 +56,14 @@ class ModelClock:
 class Treadle:
     """A treadle server on loopback with its client, in this process."""
 
-    def __init__(self, folder: Path, numerics: str) -> None:
+    def __init__(self, folder: Path, backend: str, numerics: str) -> None:
         from treadle_server.config import ServerConfig
         from treadle_server.plugins.manager import PluginManager
         from treadle_server.service.app import InferenceServer
 
         self.loop = asyncio.new_event_loop()
-        config = ServerConfig(port=0, numerics=numerics, max_prefill_tokens=512)
+        settings = {"backend": backend, "numerics": numerics, "max_prefill_tokens": 512}
+        config = ServerConfig(port=0, max_prefix_cache_bytes=0, **settings)  # each run reads its prompts anew
         self.server = self.loop.run_until_complete(self._make(InferenceServer, config, PluginManager.load()))
         self.target = f"127.0.0.1:{self.loop.run_until_complete(self.server.start())}"
         self.model = self.server.load_model(str(folder))
@@ -161,13 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vs", choices=["transformers"])
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--numerics", choices=["fast", "reproducible"], default="fast")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    treadle = Treadle(args.folder, args.numerics)
+    treadle = Treadle(args.folder, args.backend, args.numerics)
     after_load_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     engines: dict[str, Any] = {f"treadle ({args.numerics})": treadle}
     if args.vs:
