@@ -29,18 +29,24 @@ def test_the_door_imports_no_compiler():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_cold_cache_says_so(kernels, monkeypatch, tmp_path, caplog):
-    """What compiles is a process of its own, and the log has a line before it starts and one when it is through."""
-    from treadle_kernels import warm_up
-
-    calls = []
+@pytest.fixture
+def calls(kernels, monkeypatch, tmp_path):
+    """The commands that were run, in place of a compiler, for a cache that is empty at first."""
+    commands = []
 
     def run(command, **options):
-        calls.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("TREADLE_KERNELS_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+def test_a_cold_cache_says_so(calls, tmp_path, caplog):
+    """What compiles is a process of its own, and the log has a line before it starts and one when it is through."""
+    from treadle_kernels import warm_up
+
     with caplog.at_level(logging.WARNING):
         warm_up.ensure_compiled()
     assert calls == [[sys.executable, "-P", "-m", "treadle_kernels.warm_up", warm_up.WITH_PARENT]]
@@ -49,19 +55,11 @@ def test_a_cold_cache_says_so(kernels, monkeypatch, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "mark"])
-def test_a_damaged_cache_is_made_again(kernels, monkeypatch, tmp_path, caplog, damage):
+def test_a_damaged_cache_is_made_again(calls, caplog, damage):
     """A file that is shorter than it was, or is not there, or a mark that says nothing: everything is compiled anew."""
     from treadle_kernels import warm_up
     from treadle_kernels.compiled import cache_folder
 
-    calls = []
-
-    def run(command, **options):
-        calls.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setenv("TREADLE_KERNELS_CACHE", str(tmp_path))
-    monkeypatch.setattr(subprocess, "run", run)
     marker, code = cache_folder() / warm_up.MARK, cache_folder() / "step.1.nbc"
     code.parent.mkdir()
     code.write_bytes(b"12345")

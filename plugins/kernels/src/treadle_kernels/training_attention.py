@@ -14,8 +14,9 @@ import numpy as np
 from numba import njit
 
 from treadle_kernels.compiled import entry_point
+from treadle_kernels.memory import floats_at
 from treadle_kernels.tiles import exp_row, largest_of_row
-from treadle_kernels.training_products import floats, outer_rows, turn
+from treadle_kernels.training_products import outer_rows, turn
 from treadle_kernels.training_row_tiles import dot_row, scale_row, score_slopes_row
 
 # Query rows of a block: their scores are made, and read again, before the next.
@@ -55,8 +56,8 @@ def _weigh(shape, queries, row_bytes, turned_keys, first, start, stop, scores):
         count = row + 1 - first - own
         total = exp_row(at + 4 * own, count, shape.scale, largest_of_row(at + 4 * own, count))
         scale_row(at + 4 * own, count, np.float32(1.0) / total, np.float32(0.0))
-        floats(at, own)[:] = np.float32(0.0)
-        floats(at + 4 * (own + count), seen - own - count)[:] = np.float32(0.0)
+        floats_at(at, own)[:] = np.float32(0.0)
+        floats_at(at + 4 * (own + count), seen - own - count)[:] = np.float32(0.0)
 
 
 @entry_point
@@ -122,7 +123,7 @@ def _sequence_backward(shape, base, dbase, row_bytes, outs, length, room):
         for part, place in ((key, turned[0]), (value, turned[1])):
             turn(base + part, row_bytes, length, shape.head_dim, place, length_bytes)
             for row in range(length):
-                floats(dbase + part + row * row_bytes, shape.head_dim)[:] = np.float32(0.0)
+                floats_at(dbase + part + row * row_bytes, shape.head_dim)[:] = np.float32(0.0)
         for head in range(kv_head * group, (kv_head + 1) * group):
             at = (base + head * head_bytes, base + key, base + value, row_bytes)
             dat = (dbase + head * head_bytes, dbase + key, dbase + value, row_bytes)

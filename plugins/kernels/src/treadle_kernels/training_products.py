@@ -12,11 +12,11 @@ stride), out (address, row stride); one stride of a and of b is that of a float.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from treadle_kernels.compiled import entry_point
 from treadle_kernels.emit import LANES
-from treadle_kernels.memory import pointer
+from treadle_kernels.memory import floats_at
 from treadle_kernels.training_tiles import TILE_ROWS, WIDTHS, outer_strip, turn_tile
 
 PANEL = WIDTHS[0] * LANES  # columns
@@ -25,12 +25,6 @@ BLOCK_ROWS = 96
 BLOCK_COLUMNS = 1024
 # Floats that a product needs beside what it is given: b's panels, and a block of an a that is turned.
 ROOM = (BLOCK_COLUMNS + BLOCK_ROWS) * DEPTH
-
-
-@njit(nogil=True)
-def floats(address, count):
-    """Return the floats at an address."""
-    return carray(pointer(np.int64(address)), (count,), np.float32)
 
 
 @njit(nogil=True)
@@ -67,7 +61,7 @@ def turn(source, stride, rows, columns, out, out_stride):
 def _turn_singly(source, stride, first_row, rows, first_column, columns, out, out_stride):
     for row in range(first_row, rows):
         for column in range(first_column, columns):
-            floats(out + column * out_stride + 4 * row, 1)[0] = floats(source + row * stride + 4 * column, 1)[0]
+            floats_at(out + column * out_stride + 4 * row, 1)[0] = floats_at(source + row * stride + 4 * column, 1)[0]
 
 
 @njit(nogil=True)
@@ -81,7 +75,7 @@ def _pack(b, depth, columns, room):
             turn(at, column_stride, width, depth, panel, row_bytes)
         else:
             for number in range(depth):
-                floats(panel + number * row_bytes, width)[:] = floats(at + number * step, width)
+                floats_at(panel + number * row_bytes, width)[:] = floats_at(at + number * step, width)
 
 
 @njit(nogil=True)

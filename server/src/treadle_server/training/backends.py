@@ -24,6 +24,12 @@ def make_training_backend(
     Raises ConfigError for a name that is not there or cannot train in that number type, and where a plugin cannot make
     its own.
     """
+    made = _find(name, dtype, plugged)
+    _LOG.info("the backend %s trains in %s", made.name, dtype)
+    return made
+
+
+def _find(name: str, dtype: DTypeName, plugged: Mapping[str, BackendFactory]) -> DifferentiableBackend[Any]:
     if name == "numpy":
         return NumpyBackend(dtype)
     able = {one: factory for one, factory in plugged.items() if factory.make_training and dtype in factory.dtypes}

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,8 +43,6 @@ from treadle_server.training.trained import Trained, TrainedModel, matching_para
 
 Reduction = Literal["mean", "sum"]
 
-_LOG = logging.getLogger(__name__)
-
 
 class Trainer:
     """A model in training: its parameters, the gradients that wait for a step, and the optimizer's state.
@@ -74,7 +71,6 @@ class Trainer:
         self.step, self._losses = 0, plugins.losses
         self._checkpoint = checkpoint
         made = make_training_backend(backend, dtype, plugins.backends.parts())
-        _LOG.info("the backend %s trains in %s", made.name, dtype)
         self._stepper = Stepper(plugins.optimizers, optimizer, self._threads, made.faster)
         self._decoder = TrainableDecoder(
             checkpoint.config, checkpoint.params, dtype=dtype, backend=made, recompute=recompute
