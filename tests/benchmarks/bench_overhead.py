@@ -83,6 +83,10 @@ class StandIn:
         rows = [rng.permutation(falling + rng.normal(0, 0.7, config.vocab_size)) for _ in range(NUM_ROWS)]
         return np.array(rows, np.float32)
 
+    def cache_dtype(self, prepared: NDArray[Any]) -> np.dtype[Any]:
+        """Return what nothing is written to."""
+        return np.dtype(np.float32)
+
     def forward(self, prepared: NDArray[Any], batch: Batch, caches: Any, observe: Any = None) -> NDArray[Any]:
         """Read memory, and return which row of logits each token gets, [tokens, 1]."""
         np.broadcast_to(self._weights, (self._num_reads, len(self._weights))).max(initial=0)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import treadle_weights
@@ -38,7 +39,7 @@ class Rounded(np.ndarray):
 
 
 class RoundingBackend(ReproducibleNumpyBackend):
-    """NumPy's backend, which rounds the activations of quantised matrices as the kernels do: the twin of a decoder."""
+    """NumPy's backend, which rounds activations, keys and values as the kernels do: the twin of a quantised decoder."""
 
     def prepare(self, config, params):
         """Read matrices widened, those that are quantised as `Rounded`."""
@@ -49,6 +50,16 @@ class RoundingBackend(ReproducibleNumpyBackend):
         for one, part in zip(weights, np.split(rows, np.cumsum([one.shape[0] for one in weights])[:-1]), strict=True):
             one.read_into(part)
         return rows.view(Rounded) if weights[0].dtype in FORMATS else rows
+
+    def cache_dtype(self, prepared):
+        """Return bfloat16 where the kernels keep keys and values so."""
+        from treadle_kernels.fused_forward import _plain
+
+        return np.dtype(ml_dtypes.bfloat16) if _plain(prepared.config) else self.dtype
+
+    def attention(self, q, keys, values, length, scoring, out, observe):
+        """Attend with queries that are rounded as keys are."""
+        super().attention(q.astype(keys.dtype).astype(self.dtype), keys, values, length, scoring, out, observe)
 
     def linear(self, x, linear, out):
         """Multiply with x, or with what rounding leaves of it."""

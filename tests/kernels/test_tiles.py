@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+KEPT = ("float32", "bfloat16")
+
 
 @functools.cache
 def compiled():
-    """Softmax, gate, mixing and transposing as functions of arrays."""
+    """Softmax, gate, mixing of values in float32 and in bfloat16, and rounding, as functions of arrays."""
     from numba import njit
-    from treadle_kernels.attention import _mix, _transpose
+    from treadle_kernels.attention import _mixer
     from treadle_kernels.step import _address
-    from treadle_kernels.tiles import exp_row, largest_of_row, silu_gate
+    from treadle_kernels.tiles import exp_row, largest_of_row, round_row, silu_gate
 
     @njit
     def softmax(x, scale):
@@ -26,17 +29,22 @@ def compiled():
     def gate(gates, ups, out):
         silu_gate(_address(gates), _address(ups), len(gates), _address(out))
 
-    @njit
-    def mix(weights, values, out):
-        (rows, count), dim = weights.shape, values.shape[1]
-        source = (_address(weights), weights.strides[0], rows, _address(values), values.strides[0])
-        _mix(*source, count, dim, _address(out), out.strides[0], _address(values))
+    def mixing(kept):
+        mix_rows = _mixer(kept)
+
+        @njit
+        def mix(weights, values, out):
+            (rows, count), dim = weights.shape, values.shape[1]
+            source = (_address(weights), weights.strides[0], rows, _address(values), values.strides[0])
+            mix_rows(*source, count, dim, _address(out), out.strides[0], _address(values))
+
+        return mix
 
     @njit
-    def transpose(keys, turned):
-        _transpose(_address(keys), len(keys), keys.shape[1], _address(turned), _address(keys))
+    def round_all(x, out):
+        round_row(_address(x), len(x), _address(out))
 
-    return softmax, gate, mix, transpose
+    return softmax, gate, {kept: mixing(kept) for kept in KEPT}, round_all
 
 
 @settings(max_examples=40, deadline=None)
@@ -63,15 +71,16 @@ def test_exp_is_exact_to_some_units_in_the_last_place(kernels):
 
 
 @settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 9), count=st.integers(1, 50), dim=st.integers(1, 140))
-def test_mixing_agrees_with_numpy(kernels, rows, count, dim):
+@given(kept=st.sampled_from(KEPT), rows=st.integers(1, 9), count=st.integers(1, 50), dim=st.integers(1, 140))
+def test_mixing_agrees_with_numpy(kernels, kept, rows, count, dim):
     """Weights times values is NumPy's product, whatever the width; each row has the bits it has alone."""
     rng = np.random.default_rng(rows * count * dim)
-    weights, values = rng.random((rows, count), np.float32), rng.standard_normal((count, dim)).astype(np.float32)
+    weights, values = rng.random((rows, count), np.float32), rng.standard_normal((count, dim)).astype(kept)
+    stored, wide = values.view(np.uint16) if kept == "bfloat16" else values, values.astype(np.float32)
     out, alone = np.full((rows, dim), np.nan, np.float32), np.empty((1, dim), np.float32)
-    compiled()[2](weights, values, out)
-    np.testing.assert_allclose(out, weights @ values, rtol=1e-4, atol=1e-5 * count)
-    compiled()[2](weights[-1:].copy(), values, alone)
+    compiled()[2][kept](weights, stored, out)
+    np.testing.assert_allclose(out, weights @ wide, rtol=1e-4, atol=1e-5 * count)
+    compiled()[2][kept](weights[-1:].copy(), stored, alone)
     assert alone[0].tobytes() == out[-1].tobytes()
 
 
@@ -97,17 +106,70 @@ def test_vectors_fold_alike_alone_and_together(kernels, count):
 
 
 @settings(max_examples=30, deadline=None)
-@given(count=st.integers(1, 64), head_dim=st.integers(1, 70))
-def test_keys_are_turned_exactly(kernels, count, head_dim):
-    """Whatever the sizes, a block of keys lies there turned, and nothing behind its room is written."""
-    from treadle_kernels.attention import KEY_BLOCK, turned_floats
+@given(count=st.integers(1, 100), seed=st.integers(0, 1 << 30))
+def test_rows_are_rounded_as_numpy_rounds(kernels, count, seed):
+    """To the nearest bfloat16, of two to the even one, whatever the bits; nothing behind is written."""
+    x = np.random.default_rng(seed).integers(0, 1 << 32, count, np.uint32)
+    x[::3] &= 0xFFFF8000  # halves, among them
+    out = np.full(count + 3, 7, np.uint16)
+    compiled()[3](x.view(np.float32), out)
+    with np.errstate(invalid="ignore"):
+        expected = x.view(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(out[:count].view(ml_dtypes.bfloat16).astype(np.float32), expected)
+    assert (out[count:] == 7).all()
 
-    keys = np.random.default_rng(count * head_dim).standard_normal((count, head_dim)).astype(np.float32)
-    room = np.full(turned_floats(head_dim) + 16, 7, np.float32)
-    compiled()[3](keys, room)
-    turned = room[: head_dim * KEY_BLOCK].reshape(head_dim, KEY_BLOCK)
-    assert (turned[:, :count] == keys.T).all()
-    assert (room[-16:] == 7).all()
+
+@functools.cache
+def attend_in(kept):
+    """Attention of some query rows, as a function of arrays."""
+    from numba import njit
+    from treadle_kernels.attention import attend_by, make_attend
+    from treadle_kernels.step import _address
+
+    made = make_attend(kept)
+    attend_at = int(made.address)
+
+    @njit
+    def attend(position, window, scale, queries, keys, values, room):
+        (rows, group, head_dim), place = queries.shape, _address(keys)
+        what = position, rows, group, head_dim, window, _address(scale), _address(queries), queries.strides[0]
+        attend_by(attend_at, (*what, place, _address(values), place, _address(room)))
+
+    return attend, made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kept=st.sampled_from(KEPT),
+    rows=st.integers(1, 16),
+    prefix=st.integers(0, 150),
+    window=st.integers(1, 200),
+    group=st.integers(1, 8),
+    head_dim=st.integers(1, 100),
+)
+def test_attention_agrees_with_numpy(kernels, kept, rows, prefix, window, group, head_dim):
+    """Any number of rows and keys, in windows, room behind them: NumPy's numbers, and the bits that a row has alone."""
+    from treadle_kernels.attention import attend_floats
+
+    rng, total = np.random.default_rng(rows * prefix + head_dim), prefix + rows
+    queries = rng.standard_normal((rows, group, head_dim)).astype(np.float32)
+    keys, values = (rng.standard_normal((total + 2, head_dim)).astype(kept) for _ in range(2))
+    keys[total:] = values[total:] = np.nan
+    stored = [one.view(np.uint16) if kept == "bfloat16" else one for one in (keys, values)]
+    scale, size = np.array([head_dim**-0.5], np.float32), attend_floats(rows, group, head_dim, total)
+    room = np.full(size + 5, 7, np.float32)
+    attend_in(kept)[0](prefix, window, scale, queries, *stored, room)
+    found = room[: queries.size].reshape(queries.shape)
+    q, k, v = (one.astype(kept).astype(np.float64) for one in (queries, keys, values))
+    for row in range(rows):
+        seen = slice(max(0, prefix + row - window + 1), prefix + row + 1)
+        weights = np.exp(np.einsum("gd,kd->gk", q[row], k[seen]) * scale[0])
+        expected = weights @ v[seen] / weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(found[row], expected, rtol=0, atol=2e-5)
+    assert (room[size:] == 7).all()
+    alone = np.empty(attend_floats(1, group, head_dim, total), np.float32)
+    attend_in(kept)[0](prefix + rows - 1, window, scale, queries[-1:].copy(), *stored, alone)
+    assert alone[: group * head_dim].tobytes() == found[-1].tobytes()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

@@ -230,7 +230,7 @@ class CacheView(Protocol):
         """Tokens stored."""
 
     def layer(self, index: int) -> tuple[Array, Array]:
-        """Return a layer's keys and values, both `[kv_heads, capacity, head_dim]`, writable."""
+        """Return a layer's keys and values, both `[kv_heads, capacity, head_dim]`, writable, of `cache_dtype`."""
 
 
 class ComputeBackend(Protocol[PreparedT]):
@@ -243,6 +243,9 @@ class ComputeBackend(Protocol[PreparedT]):
 
     def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> PreparedT:
         """Read, fuse or pack the canonical parameters into whatever the other methods want. Writes to no weight."""
+
+    def cache_dtype(self, prepared: PreparedT) -> np.dtype[Any]:
+        """Return the number type that caches of this decoder keep keys and values in."""
 
     def forward(
         self, prepared: PreparedT, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None

@@ -1,76 +1,103 @@
-"""What some query rows see: scores, softmax and the mixing of values, for one head of keys and values."""
+"""What some query rows see: scores, softmax and the mixing of values, for one head of keys and values.
+
+Scores are products like those of matrices, whose rows are the keys: their sums have the same order.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from types import MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+from numba import types
 from numba.extending import register_jitable
 
+from treadle_kernels.compiled import kernel
 from treadle_kernels.memory import floats_at
-from treadle_kernels.tiles import exp_row, largest_of_row, mix_strip, transpose_square
+from treadle_kernels.products import block_function, caller_of, packed_floats, row_packer
+from treadle_kernels.tiles import KEPT, exp_row, largest_of_row, mix_strip
 
 # Query rows that attend in one chunk, at most, and keys that they see at once.
 QUERY_ROWS, KEY_BLOCK = 16, 64
-
-
-@njit(nogil=True)
-def _mix(weights, weight_stride, num_rows, values, value_stride, count, dim, out, out_stride, fetched):
-    """Fill `[num_rows, dim]` at out with weights `[num_rows, count]` @ values `[count, dim]`; see `mix_strip`."""
-    while num_rows >= 4:
-        mix_strip(4, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
-        num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 4 * out_stride
-    if num_rows == 3:
-        mix_strip(3, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
-    elif num_rows == 2:
-        mix_strip(2, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
-    elif num_rows == 1:
-        mix_strip(1, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
+ATTEND_ARGUMENTS = 12
+# How keys that are kept so meet queries, of `tiles.FORMS`.
+PRODUCTS = MappingProxyType({"float32": "float32", "bfloat16": "bfloat16_rounded"})
 
 
 @register_jitable
-def turned_floats(head_dim):
-    """Return the room for a block of keys, turned: rows of KEY_BLOCK float32."""
-    return (head_dim + 15) // 16 * 16 * KEY_BLOCK
+def attend_floats(num_rows: int, group: int, head_dim: int, seen: int) -> int:
+    """Return the room that `attend` wants, in float32."""
+    size: int = num_rows * group * (head_dim + packed_floats(head_dim) + seen)
+    return size
 
 
-@njit(nogil=True)
-def _transpose(keys, count, head_dim, turned, values):
-    """Write a block of keys `[count, head_dim]` as `[head_dim, KEY_BLOCK]`; fetch their values meanwhile."""
-    for key in range(0, count, 16):
-        for column in range(0, head_dim, 16):
-            source, target = keys + 4 * (key * head_dim + column), turned + 4 * (column * KEY_BLOCK + key)
-            rows, width = min(16, count - key), min(16, head_dim - column)
-            transpose_square(source, 4 * head_dim, rows, width, target, 4 * KEY_BLOCK, values - keys)
+def make_attend(kept: str) -> Any:
+    """Make `attend` for keys and values kept in one of `tiles.KEPT`, as a C function.
 
+    `attend(position, num_rows, group, head_dim, window, scale, queries, query_stride, keys, values, next_keys, room)`
+    fills the beginning of room, `[rows, group, head_dim]`, with what query rows of one sequence, the first of them at
+    `position`, see in one key head's keys and values. queries: rows of `[group, head_dim]` float32, query_stride bytes
+    apart; scale: the address of what multiplies scores; room: `attend_floats` for the last row.
 
-@njit(nogil=True)
-def attend_rows(model, positions, window, scale, keys, values, next_keys, queries, made, turned, scores):
-    """Fill made with what query rows of one sequence, at ascending positions, see in one key head's keys and values.
-
-    queries and made are `[rows, group, head_dim]`; turned is room for a block of keys, scores for those of all, `[rows,
-    group, seen]`. A score is summed over head_dim in ascending order. Of many sequences all of that comes from memory:
-    values are fetched while keys are turned, and the next chunk's keys while values are mixed.
+    A row's scores with all keys that it sees are there at once. Of many sequences all that is read comes from memory:
+    values are fetched while scores are made, and the next chunk's keys while values are mixed.
     """
-    num_rows, head_dim, group = len(positions), model.head_dim, model.heads // model.kv_heads
-    first = max(0, positions[0] - window + 1)
-    seen = positions[num_rows - 1] + 1 - first
-    row_bytes, totals = 4 * head_dim, np.empty(group, np.float32)
-    for start in range(0, seen, KEY_BLOCK):
-        count, place = min(KEY_BLOCK, seen - start), (first + start) * row_bytes
-        _transpose(keys + place, count, head_dim, turned, values + place)
-        scored = scores + 4 * start, 4 * seen
-        _mix(queries, row_bytes, num_rows * group, turned, 4 * KEY_BLOCK, head_dim, count, *scored, turned)
-    for row in range(num_rows):
-        own = max(0, positions[row] - window + 1)
-        count, at = positions[row] + 1 - own, scores + 4 * (row * group * seen + own - first)
-        out = made + row * group * row_bytes
-        # Sums of exponentials are divided by at the end, in a row of the head's size instead of one of all keys.
-        for member in range(group):
-            own_scores = at + 4 * member * seen
-            totals[member] = exp_row(own_scores, count, scale, largest_of_row(own_scores, count))
-        mixed_rows, fetched = values + own * row_bytes, next_keys if row == num_rows - 1 else values
-        _mix(at, 4 * seen, group, mixed_rows, row_bytes, count, head_dim, out, row_bytes, fetched + own * row_bytes)
-        for member in range(group):
-            mixed = floats_at(out + member * row_bytes, head_dim)
-            for column in range(head_dim):
-                mixed[column] /= totals[member]
+    mix, block, pack = _mixer(kept), block_function(PRODUCTS[kept]), register_jitable(row_packer(PRODUCTS[kept]))
+    item_bytes = KEPT[kept][1]
+
+    @kernel(types.void(*[types.int64] * ATTEND_ARGUMENTS))
+    def attend(
+        position, num_rows, group, head_dim, window, scale, queries, query_stride, keys, values, next_keys, room
+    ):
+        first, row_bytes, made_bytes = max(0, position - window + 1), item_bytes * head_dim, 4 * head_dim
+        seen = position + num_rows - first
+        packed, packed_bytes = room + num_rows * group * made_bytes, 0
+        for row in range(num_rows):
+            target = packed + row * group * packed_bytes
+            packed_bytes = pack(queries + row * query_stride, made_bytes, group, head_dim, target)
+        scores = packed + 4 * num_rows * group * packed_floats(head_dim)
+        for start in range(0, seen, KEY_BLOCK):
+            count, place = min(KEY_BLOCK, seen - start), (first + start) * row_bytes
+            given = packed, packed_bytes, num_rows * group, head_dim
+            block(keys + place, row_bytes, count, *given, scores + 4 * start, 4 * seen, values + place)
+        for row in range(num_rows):
+            own = max(0, position + row - window + 1)
+            count, at = position + row + 1 - own, scores + 4 * (row * group * seen + own - first)
+            out = room + row * group * made_bytes
+            # What rows of x were packed in is free now: totals, which divide a row of the head's size at the end.
+            totals = floats_at(packed, group)
+            for member in range(group):
+                own_scores = at + 4 * member * seen
+                top = largest_of_row(own_scores, count)
+                totals[member] = exp_row(own_scores, count, floats_at(scale, 1)[0], top)
+            fetched = next_keys if row == num_rows - 1 else values
+            place = own * row_bytes
+            mix(at, 4 * seen, group, values + place, row_bytes, count, head_dim, out, made_bytes, fetched + place)
+            for member in range(group):
+                mixed = floats_at(out + member * made_bytes, head_dim)
+                for column in range(head_dim):
+                    mixed[column] /= totals[member]
+
+    return attend
+
+
+def _mixer(kept: str) -> Any:
+    """Make `mix_strip` for any number of rows."""
+
+    @register_jitable
+    def mix(weights, weight_stride, num_rows, values, value_stride, count, dim, out, out_stride, fetched):
+        while num_rows > 0:
+            if num_rows >= 4:
+                mix_strip(4, kept, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
+            elif num_rows == 3:
+                mix_strip(3, kept, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
+            elif num_rows == 2:
+                mix_strip(2, kept, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
+            else:
+                mix_strip(1, kept, weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched)
+            num_rows, weights, out = num_rows - 4, weights + 4 * weight_stride, out + 4 * out_stride
+
+    return mix
+
+
+attend_by = caller_of(types.void, ir.VoidType(), ATTEND_ARGUMENTS)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from treadle_plugin_api.backend import QUANTISED_BITS, Adapter, Array, Batch, CacheView, Observer, Weight
@@ -15,7 +16,8 @@ from treadle_server.model.prepared import Linear, PreparedDecoder, prepare_decod
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
 
 from treadle_kernels import products
-from treadle_kernels.fused_forward import FusedDecoder, KernelDecoder
+from treadle_kernels.attention import make_attend
+from treadle_kernels.fused_forward import Compiled, FusedDecoder, KernelDecoder
 from treadle_kernels.panels import Layout
 from treadle_kernels.quantised_products import make_quantised_kernels
 from treadle_kernels.quantised_tiles import PANEL_ROWS
@@ -28,13 +30,14 @@ MAX_ROWS = 8192  # of x at once: a head of a million rows then has 350,000 chunk
 # Kernels by the dtype that stored numbers come in.
 FORMS = MappingProxyType({"uint16": "bfloat16", "float32": "float32"})
 ROUNDED_FORMS = MappingProxyType({"uint16": "bfloat16_rounded"})
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class KernelBackend(ReproducibleNumpyBackend):
     """float32 arithmetic on weights as stored; of int8 and int4 the activations are rounded to int8.
 
-    With `rounded`, activations are rounded to bfloat16 before they meet a matrix in bfloat16. Always reproducible: a
-    sum has one order.
+    With `rounded`, activations are rounded to bfloat16 before they meet a matrix in bfloat16. Where activations are
+    rounded, so are keys and values that all layers in one call read. Always reproducible: a sum has one order.
     """
 
     name = "kernels"
@@ -46,12 +49,20 @@ class KernelBackend(ReproducibleNumpyBackend):
         self._compiled = {stored: products.make_kernels(form) for stored, form in forms.items()}
         self._compiled |= {stored: make_quantised_kernels(bits) for stored, bits in QUANTISED_BITS.items()}
         self._kernels = {stored: _addresses(*compiled) for stored, compiled in self._compiled.items()}
+        self._kept = {stored: BFLOAT16 if _rounds(stored, rounded) else self.dtype for stored in self._kernels}
+        self._attends = {kept: make_attend(kept) for kept in {one.name for one in self._kept.values()}}
 
     def prepare(self, config: DecoderConfig, params: Mapping[str, Weight]) -> KernelDecoder:
         """Map matrices that kernels read as they are stored, lay out quantised ones, and read the rest widened."""
-        return KernelDecoder.of(
-            prepare_decoder(config, params, self.dtype, Layout().read), self._kernels, self._team.num_threads
-        )
+        attends = {kept: int(function.address) for kept, function in self._attends.items()}
+        compiled = Compiled(self._kernels, self._kept, attends)
+        prepared = prepare_decoder(config, params, self.dtype, Layout().read)
+        return KernelDecoder.of(prepared, compiled, self._team.num_threads)
+
+    def cache_dtype(self, prepared: PreparedDecoder) -> np.dtype[Any]:
+        """Return bfloat16 where activations are rounded and all layers run in one call, else float32."""
+        fused = prepared.fused if isinstance(prepared, KernelDecoder) else None
+        return self.dtype if fused is None else fused.kept
 
     def forward(
         self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
@@ -106,6 +117,11 @@ class KernelBackend(ReproducibleNumpyBackend):
         if linear.bias is not None:
             out += linear.bias
         return out
+
+
+def _rounds(stored: str, rounded: bool) -> bool:
+    """Whether activations are rounded before they meet a matrix that is stored so."""
+    return stored in QUANTISED_BITS or (rounded and stored in ROUNDED_FORMS)
 
 
 def _addresses(pack: Any, multiply: Any) -> products.Kernels:

@@ -19,7 +19,7 @@ F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntTy
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 
-SHORTS = ir.VectorType(I16, 2 * LANES)
+SHORTS, HALF_SHORTS = ir.VectorType(I16, 2 * LANES), ir.VectorType(I16, LANES)
 
 # exp(r) for |r| <= ln(2) / 2: 1 + r + r^2 times this polynomial, highest power first (Cephes' expf).
 EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -95,8 +95,7 @@ class Emitter:
         """Read the lanes of a mask and nothing else of memory; the others are 0."""
         pointer = self.builder.inttoptr(address, kind.as_pointer())
         zero = ir.Constant(kind, [0] * kind.count)
-        short = {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[kind.element]
-        name = f"llvm.masked.load.v{kind.count}{short}.p0"
+        name = f"llvm.masked.load.{_name(kind)}.p0"
         function = self._intrinsic(name, kind, [pointer.type, I32, mask.type, kind])
         return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero])
 
@@ -104,7 +103,7 @@ class Emitter:
         """Write the lanes of a mask and nothing else."""
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         arguments = [value.type, pointer.type, I32, MASK]
-        function = self._intrinsic("llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
+        function = self._intrinsic(f"llvm.masked.store.{_name(value.type)}.p0", ir.VoidType(), arguments)
         self.builder.call(function, [value, pointer, ir.Constant(I32, 1), mask])
 
     def prefetch(self, address: Value, near: int = 2) -> None:
@@ -132,7 +131,7 @@ class Emitter:
         """The larger of each two lanes."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def widen(self, stored: str, value: Value) -> Value:
+    def widen(self, value: Value) -> Value:
         """16 bfloat16 as float32."""
         wide = self.builder.zext(value, INTS)
         return self.builder.bitcast(self.builder.shl(wide, ir.Constant(INTS, [16] * LANES)), FLOATS)
@@ -160,7 +159,7 @@ class Emitter:
         rounded = b.add(b.add(bits, every(0x7FFF)), last)
         quiet = b.or_(bits, every(1 << 22))
         chosen = b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
-        return b.trunc(b.lshr(chosen, every(16)), ir.VectorType(I16, LANES))
+        return b.trunc(b.lshr(chosen, every(16)), HALF_SHORTS)
 
     def add_pairs(self, a: Value, b: Value, c: Value) -> Value:
         """C plus in each lane two products of bfloat16, of the even and the odd place; a and b `<32 x i16>`."""
@@ -180,7 +179,7 @@ class Emitter:
         b, bits = self.builder, self.builder.bitcast(value, INTS)
         high = b.bitcast(b.and_(bits, ir.Constant(INTS, [-(1 << 16)] * LANES)), FLOATS)
         rest = b.select(b.fcmp_ordered("==", value, high), self.splat(0.0), b.fsub(value, high))
-        return b.trunc(b.lshr(bits, ir.Constant(INTS, [16] * LANES)), ir.VectorType(I16, LANES)), rest
+        return b.trunc(b.lshr(bits, ir.Constant(INTS, [16] * LANES)), HALF_SHORTS), rest
 
     def join(self, even: Value, odd: Value) -> Value:
         """Twice 16 shorts in turn, two to a word; `<16 x i32>`."""
@@ -272,6 +271,10 @@ class Emitter:
                 vectors = [combine(*self._halves(vectors[0], None, width))]
         return vectors[0]
 
+    def lanes(self, value: Value, start: int, count: int) -> Value:
+        """Some lanes of a vector, one after the other."""
+        return self.builder.shuffle_vector(value, value, _lanes(range(start, start + count)))
+
     def total(self, vectors: Sequence[Value]) -> Value:
         """The sums of the lanes of each vector."""
         return self.fold(vectors, self.builder.fadd)
@@ -289,6 +292,11 @@ class Emitter:
     def _intrinsic(self, name: str, returns: Any, arguments: Sequence[Any]) -> Any:
         kind = ir.FunctionType(returns, arguments)
         return cgutils.get_or_insert_function(self.builder.module, kind, name)
+
+
+def _name(kind: Any) -> str:
+    """Return what LLVM calls a vector in the names of its functions."""
+    return f"v{kind.count}" + {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[kind.element]
 
 
 def _lanes(places: Sequence[int]) -> Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from treadle_plugin_api.backend import QUANTISED_BITS, Array, Batch, CacheView
 from treadle_plugin_api.decoder_config import DecoderConfig
 from treadle_server.model.prepared import Layer, Linear, Mlp, PreparedDecoder
 
-from treadle_kernels.attention import QUERY_ROWS, turned_floats
+from treadle_kernels.attention import QUERY_ROWS, attend_floats
 from treadle_kernels.chunks import MAX_CHUNKS
 from treadle_kernels.machine import Machine
 from treadle_kernels.products import BLOCK_ROWS, Kernels, packed_floats
@@ -28,7 +29,7 @@ Integers = NDArray[np.int64]
 OUT_ROWS, UP_ROWS = 64 if Machine.of_host().tiles else 32, 64
 QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS = 96, 128
 CHUNKS_A_THREAD = 3
-# Query rows in a chunk turn their keys once for all of them; with fewer, scores of long sequences stay in the cache.
+# Query rows in a chunk read their keys once for all of them; with fewer, scores of long sequences stay in the cache.
 MIN_QUERY_ROWS, CACHED_SCORES = 4, 1 << 17
 NO_WINDOW = 1 << 40
 
@@ -71,25 +72,47 @@ def _matrices(prepared: PreparedDecoder) -> list[StoredMatrix]:
     return [linear.weight for linear in linears if isinstance(linear.weight, StoredMatrix)]
 
 
+class Compiled(NamedTuple):
+    """What the step calls.
+
+    Attributes:
+        kernels: by the format that matrices are stored in.
+        kept: what caches keep beside matrices in each of those.
+        attends: the addresses of attention by what caches keep.
+    """
+
+    kernels: Mapping[str, Kernels]
+    kept: Mapping[str, np.dtype[Any]]
+    attends: Mapping[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class FusedDecoder:
-    """The addresses of a prepared decoder's parameters; valid as long as that one lives."""
+    """The addresses of a prepared decoder's parameters; valid as long as that one lives.
+
+    Attributes:
+        kept: how its caches keep keys and values.
+    """
 
     config: DecoderConfig
     model: Model
+    kept: np.dtype[Any]
 
     @classmethod
-    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, Kernels], num_threads: int = 1) -> FusedDecoder | None:
-        """Lay out a decoder, given the kernels by stored format; None where the step does not fit it."""
+    def of(cls, prepared: PreparedDecoder, compiled: Compiled, num_threads: int = 1) -> FusedDecoder | None:
+        """Lay out a decoder; None where the step does not fit it."""
         if not fits(prepared):
             return None
         config, stored = prepared.config, _matrices(prepared)[0].stored
         attention = config.attention
         is_quantised = stored in QUANTISED_BITS
         most = (QUANTISED_OUT_ROWS, QUANTISED_UP_ROWS) if is_quantised else (OUT_ROWS, UP_ROWS)
+        kept = compiled.kept[stored]
         model = Model(
-            kernels=kernels[stored],
-            f32=kernels["float32"].multiply,
+            kernels=compiled.kernels[stored],
+            f32=compiled.kernels["float32"].multiply,
+            attend=compiled.attends[kept.name],
+            kept_bytes=kept.itemsize,
             layers=np.array([_layer_row(layer) for layer in prepared.layers], np.int64),
             final_norm=_address(None if prepared.final_norm is None else prepared.final_norm.weight),
             scales=np.array([layer.scoring.scale for layer in prepared.layers], np.float32),
@@ -101,7 +124,7 @@ class FusedDecoder:
             out_rows=_chunk_rows(config.dim, most[0], num_threads),
             up_rows=_chunk_rows(config.mlp.hidden_dim, most[1], num_threads),
         )
-        return cls(config, model)
+        return cls(config, model, kept)
 
     def forward(
         self, team: Team, owner: object, batch: Batch, positions: Integers, caches: Sequence[CacheView], x: Array,
@@ -113,7 +136,7 @@ class FusedDecoder:
         """
         rows = _rows(batch, positions)
         self._check(len(x))
-        found = [_find_cache(cache, len(self.model.layers)) for cache in caches]
+        found = [_find_cache(cache, len(self.model.layers), self.kept) for cache in caches]
         sequences, kept = np.array([row for row, _ in found], np.int64), [owner, *(arrays for _, arrays in found)]
         blocks = _query_blocks(batch, self.config.attention.group_size)
         tokens = Tokens(rows, sequences, blocks, _angles(tables, len(x), self.model.half))
@@ -149,10 +172,10 @@ class KernelDecoder(PreparedDecoder):
     fused: FusedDecoder | None = None
 
     @classmethod
-    def of(cls, prepared: PreparedDecoder, kernels: Mapping[str, Kernels], num_threads: int = 1) -> KernelDecoder:
+    def of(cls, prepared: PreparedDecoder, compiled: Compiled, num_threads: int = 1) -> KernelDecoder:
         """Lay a decoder out."""
         values = {one.name: getattr(prepared, one.name) for one in fields(PreparedDecoder)}
-        return cls(**values, fused=FusedDecoder.of(prepared, kernels, num_threads))
+        return cls(**values, fused=FusedDecoder.of(prepared, compiled, num_threads))
 
 
 def _layer_row(layer: Layer) -> list[int]:
@@ -212,8 +235,7 @@ def _scratch_size(config: DecoderConfig, model: Model, length: int) -> int:
     product = BLOCK_ROWS * max(normed, packed_floats(hidden) + model.out_rows)
     group = attention.group_size
     scores = max(MIN_QUERY_ROWS * group * length, min(QUERY_ROWS * group * length, CACHED_SCORES))
-    attending = 2 * QUERY_ROWS * group * attention.head_dim + scores
-    room: int = max(product, turned_floats(attention.head_dim) + attending)
+    room: int = max(product, attend_floats(QUERY_ROWS, group, attention.head_dim, 0) + scores)
     return room
 
 
@@ -237,9 +259,11 @@ def _query_rows(group: int, length: int) -> int:
     return max(MIN_QUERY_ROWS, min(QUERY_ROWS, CACHED_SCORES // (group * length)))
 
 
-def _find_cache(cache: CacheView, num_layers: int) -> tuple[list[int], object]:
+def _find_cache(cache: CacheView, num_layers: int, kept: np.dtype[Any]) -> tuple[list[int], object]:
     """Return where a cache's keys and values lie, the columns of `step.Tokens.sequences`, and what keeps them there."""
     keys, values = cache.layer(0)
+    if keys.dtype != kept:
+        raise ValueError(f"a cache holds {keys.dtype}, but this decoder keeps keys and values in {kept}")
     start, stride = address_of(keys), 0
     if num_layers > 1:
         stride = address_of(cache.layer(1)[0]) - start

@@ -62,8 +62,7 @@ def _num_passes(num_x):
     """Return how many tiles rows of x are cut in."""
     rest = num_x % TILE_ROWS
     passes = num_x // TILE_ROWS + rest // HALF_ROWS
-    rest %= HALF_ROWS
-    return passes + rest // 2 + rest % 2
+    return passes + (1 if rest % HALF_ROWS > 0 else 0)
 
 
 @register_jitable
@@ -79,26 +78,18 @@ def make_kernels(form: str) -> tuple[Any, Any]:
     return kernel(packing)(pack), kernel(multiplying)(multiply)
 
 
-def _vector_functions(form: str) -> tuple[Any, Any]:
-    """Make them of tiles in vector registers, not compiled yet."""
-    step, step_bytes = FORMS[form].step, FORMS[form].given_bytes
+def block_function(form: str) -> Any:
+    """Make the product of packed x with rows of weights that stay in the first-level cache, not compiled yet.
 
-    def pack(x, x_stride, num_x, k, out):
-        size = (k + step - 1) // step * step_bytes
-        for row in range(num_x):
-            pack_row(form, x + row * x_stride, k, out + row * size)
-        return size
+    It fills out `[num_x, count]`; from the address `fetched` on as much memory as the weights are is fetched meanwhile.
+    """
 
     @register_jitable
-    def multiply_block(weight, stride, count, x, x_stride, num_x, k, out, out_stride):
-        tile_bytes = TILE_WEIGHTS * LINE
+    def multiply_block(weight, stride, count, x, x_stride, num_x, k, out, out_stride, fetched):
+        # All passes but the first find the weights in the cache: each fetches its share, so that memory and arithmetic
+        # are busy all the time.
         passes = _num_passes(num_x)
-        # A single pass fetches what it reads soon. Of several, all but the first find the weights in the cache: each
-        # fetches its share of what lies behind these rows, so that memory and arithmetic are busy all the time.
-        fetched, pace = weight + stride * TILE_WEIGHTS + TILE_AHEAD, tile_bytes
-        if passes > 1:
-            fetched, pace = weight + count * stride, tile_bytes // passes
-        share = count * stride // passes
+        share, pace = count * stride // passes, TILE_WEIGHTS * LINE // passes
         while num_x > 0:
             matrix = (weight, stride, count, fetched, pace)
             if num_x >= TILE_ROWS:
@@ -107,7 +98,10 @@ def _vector_functions(form: str) -> tuple[Any, Any]:
             elif num_x >= HALF_ROWS:
                 dot_strip(HALF_ROWS, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
                 done = HALF_ROWS
-            elif num_x >= 2:
+            elif num_x == 3:
+                dot_strip(3, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
+                done = 3
+            elif num_x == 2:
                 dot_strip(2, TILE_WEIGHTS, form, matrix, (x, x_stride, k, out, out_stride))
                 done = 2
             else:
@@ -115,16 +109,38 @@ def _vector_functions(form: str) -> tuple[Any, Any]:
                 done = 1
             num_x, x, out, fetched = num_x - done, x + done * x_stride, out + done * out_stride, fetched + share
 
+    return multiply_block
+
+
+def row_packer(form: str) -> Any:
+    """Make `pack` of a format for tiles in vector registers, not compiled yet; see `Kernels`."""
+    step, step_bytes = FORMS[form].step, FORMS[form].given_bytes
+
+    def pack(x, x_stride, num_x, k, out):
+        size = (k + step - 1) // step * step_bytes
+        for row in range(num_x):
+            pack_row(form, x + row * x_stride, k, out + row * size)
+        return size
+
+    return pack
+
+
+def _vector_functions(form: str) -> tuple[Any, Any]:
+    """Make `pack` and `multiply` of tiles in vector registers, not compiled yet."""
+    multiply_block = block_function(form)
+
     def multiply(weight, stride, row, count, x, x_stride, num_x, k, out, out_stride):
         block = max(1, BLOCK_BYTES // max(stride, 1) // TILE_WEIGHTS) * TILE_WEIGHTS
         for start in range(0, count, block):
-            own = weight + (row + start) * stride, stride, min(block, count - start)
-            multiply_block(*own, x, x_stride, num_x, k, out + 4 * start, out_stride)
+            at, own = weight + (row + start) * stride, min(block, count - start)
+            # A single pass fetches what it reads soon, several what lies behind these rows.
+            fetched = at + (own * stride if _num_passes(num_x) > 1 else stride * TILE_WEIGHTS + TILE_AHEAD)
+            multiply_block(at, stride, own, x, x_stride, num_x, k, out + 4 * start, out_stride, fetched)
 
-    return pack, multiply
+    return row_packer(form), multiply
 
 
-def _caller(returns: Any, llvm_returns: Any, num_arguments: int) -> Any:
+def caller_of(returns: Any, llvm_returns: Any, num_arguments: int) -> Any:
     """Make the call of a C function of so many int64 at an address, with a tuple of them."""
 
     @intrinsic
@@ -140,8 +156,8 @@ def _caller(returns: Any, llvm_returns: Any, num_arguments: int) -> Any:
     return call
 
 
-pack_by = _caller(types.int64, I64, PACK_ARGUMENTS)
-multiply_by = _caller(types.void, ir.VoidType(), MULTIPLY_ARGUMENTS)
+pack_by = caller_of(types.int64, I64, PACK_ARGUMENTS)
+multiply_by = caller_of(types.void, ir.VoidType(), MULTIPLY_ARGUMENTS)
 
 
 @njit(nogil=True)

@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from treadle_plugin_api.backend import GROUP_SIZE
 
-from treadle_kernels.emit import F32, FLOATS, I8, I16, I32, INTS, LANES, ROUND, SHORTS, Emitter, Value
+from treadle_kernels.emit import F32, FLOATS, HALF_SHORTS, I8, I32, INTS, LANES, ROUND, SHORTS, Emitter, Value
 from treadle_kernels.machine import Machine
 
 GROUP, PANEL_ROWS = GROUP_SIZE, LANES
@@ -92,7 +92,7 @@ class QuantisedEmitter(Emitter):
 
     def scales(self, address: Value) -> Value:
         """Sixteen bfloat16 as float32."""
-        return self.widen("uint16", self.load(ir.VectorType(I16, LANES), address))
+        return self.widen(self.load(HALF_SHORTS, address))
 
 
 @intrinsic

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from treadle_kernels.attention import QUERY_ROWS, attend_rows, turned_floats
+from treadle_kernels.attention import attend_by
 from treadle_kernels.chunks import begin_commit, end_commit, take_chunk
 from treadle_kernels.compiled import entry_point
 from treadle_kernels.memory import floats_at, pointer
 from treadle_kernels.products import BLOCK_ROWS, multiply_by, pack_by, packed_floats
-from treadle_kernels.tiles import fetch, silu_gate
+from treadle_kernels.tiles import fetch, round_row, silu_gate
 
 OPERATIONS_A_LAYER = 5
 
@@ -37,6 +37,7 @@ class Model(NamedTuple):
 
     Attributes:
         kernels: for the format that matrices are stored in; f32: address of `multiply` for float32.
+        attend: address of `attention.make_attend` for keys and values of kept_bytes a number.
         layers: `[layers, 27]`, columns as above; final_norm: an address, or 0.
         scales: `[layers] float32`, what attention's scores are multiplied by.
         half: pairs of a head that turn.
@@ -46,6 +47,8 @@ class Model(NamedTuple):
 
     kernels: Any
     f32: Any
+    attend: Any
+    kept_bytes: Any
     layers: Any
     final_norm: Any
     scales: Any
@@ -168,7 +171,7 @@ def _place(model, tokens, index, kind, number, row):
     """Return where a row's keys or values of one head belong."""
     sequence, position = tokens.rows[row, 0], tokens.rows[row, 1]
     base = _cached(tokens.sequences[sequence], index, KEYS if kind == KEY else VALUES, number)
-    return base + 4 * position * model.head_dim
+    return base + model.kept_bytes * position * model.head_dim
 
 
 @njit(nogil=True)
@@ -178,14 +181,18 @@ def _store_head(model, tokens, room, index, kind, number, start, made):
         room.q[start : start + len(made), number * model.head_dim : (number + 1) * model.head_dim] = made
         return
     for row in range(len(made)):
-        floats_at(_place(model, tokens, index, kind, number, start + row), model.head_dim)[:] = made[row]
+        place = _place(model, tokens, index, kind, number, start + row)
+        if model.kept_bytes == 4:
+            floats_at(place, model.head_dim)[:] = made[row]
+        else:
+            round_row(_address(made[row]), model.head_dim, place)
 
 
 @njit(nogil=True)
 def _fetch_places(model, tokens, index, kind, number, start, stop):
     """Have the places that rows will be written to brought near meanwhile: each is somewhere else."""
     for row in range(start, stop):
-        fetch(_place(model, tokens, index, kind, number, row), 4 * model.head_dim)
+        fetch(_place(model, tokens, index, kind, number, row), model.kept_bytes * model.head_dim)
 
 
 @njit(nogil=True)
@@ -237,32 +244,24 @@ def _keys_of(model, tokens, index, chunk):
 
 @njit(nogil=True)
 def _attend(model, tokens, room, index, control, operation, scratch):
-    """A chunk is a block of query rows of one sequence and the heads that share a key head.
-
-    A row's scores with all keys that it sees are there at once; those of few rows of a head are.
-    """
-    width = (model.heads // model.kv_heads) * model.head_dim
-    queries, made = scratch[: QUERY_ROWS * width], scratch[QUERY_ROWS * width : 2 * QUERY_ROWS * width]
-    rest, window = scratch[2 * QUERY_ROWS * width :], model.layers[index, WINDOW]
-    places = _address(queries), _address(made), _address(rest), _address(rest[turned_floats(model.head_dim) :])
-    num_chunks = len(tokens.blocks) * model.kv_heads
+    """A chunk is a block of query rows of one sequence and the heads that share a key head."""
+    group, num_chunks = model.heads // model.kv_heads, len(tokens.blocks) * model.kv_heads
+    width, scale = group * model.head_dim, _address(model.scales[index:])
     while True:
         chunk = take_chunk(control, operation, num_chunks)
         if chunk < 0:
             return
         block, kv_head = tokens.blocks[chunk // model.kv_heads], chunk % model.kv_heads
         start, stop, first = block[0], block[1], kv_head * width
-        sequence = tokens.sequences[tokens.rows[block[0], 0]]
-        values = _cached(sequence, index, VALUES, kv_head)
-        keys = _keys_of(model, tokens, index, chunk)
+        sequence = tokens.sequences[tokens.rows[start, 0]]
+        what = tokens.rows[start, 1], stop - start, group, model.head_dim, model.layers[index, WINDOW], scale
+        queries = _address(room.q[start:, first:]), room.q.strides[0]
+        keys, values = _keys_of(model, tokens, index, chunk), _cached(sequence, index, VALUES, kv_head)
         next_keys = _keys_of(model, tokens, index, min(chunk + 1, num_chunks - 1))
-        for row in range(stop - start):
-            queries[row * width : (row + 1) * width] = room.q[start + row, first : first + width]
-        positions = tokens.rows[start:stop, 1]
-        attend_rows(model, positions, window, model.scales[index], keys, values, next_keys, *places)
+        attend_by(model.attend, (*what, *queries, keys, values, next_keys, _address(scratch)))
         if begin_commit(control, operation, chunk):
-            for row in range(stop - start):
-                room.heads[start + row, first : first + width] = made[row * width : (row + 1) * width]
+            made = scratch[: (stop - start) * width].reshape(stop - start, width)
+            room.heads[start:stop, first : first + width] = made
             end_commit(control, operation, chunk)
 
 

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from treadle_kernels.emit import F32, FLOATS, LANES, SHORTS, Emitter, Value
+from treadle_kernels.emit import F32, FLOATS, HALF_SHORTS, LANES, SHORTS, Emitter, Value
 from treadle_kernels.vectors import Place, each_vector, kernel, reduce
 
 
@@ -101,9 +101,15 @@ def _dot_tile(e: Emitter, size: tuple[int, int], source: Any, fetched: Any, inpu
     # A row of x by itself meets one row of weights after the other, in the order of addresses: memory is faster so.
     for some in [range(columns)] if rows > 1 else [[column] for column in range(columns)]:
         _dot_columns(e, source, fetched, inputs, sums, some)
-    for row in range(rows):
-        total = e.total([e.builder.load(one) for one in sums[row]])
-        e.store(total, e.at(out, e.times(out_stride, row)))
+    first = 0
+    while first < rows:
+        # Rows are folded together, as many as fit a vector: they share its instructions.
+        count = max(some for some in (1, 2, 4) if first + some <= rows and some * columns <= LANES)
+        totals = e.total([e.builder.load(one) for row in sums[first : first + count] for one in row])
+        for row in range(count):
+            own = e.lanes(totals, row * columns, columns)
+            e.store(own, e.at(out, e.times(out_stride, first + row)))
+        first += count
 
 
 def _dot_columns(e: Emitter, source: Any, fetched: Any, inputs: Any, sums: Any, columns: Sequence[int]) -> None:
@@ -189,21 +195,26 @@ def _store_packed(e: Emitter, form: str, found: Sequence[Value], out: Value) -> 
         e.store(one, e.at(out, e.number(part * FORMS[form].given_bytes // len(found))))
 
 
+# Keys and values of a sequence are kept in float32 or rounded: the vector that 16 of them are, and the bytes of one.
+KEPT = MappingProxyType({"float32": (FLOATS, 4), "bfloat16": (HALF_SHORTS, 2)})
+
+
 @intrinsic(prefer_literal=True)
 def mix_strip(
-    typing: Any, num_rows: Any, weights: Any, weight_stride: Any, values: Any, value_stride: Any, count: Any, dim: Any,
-    out: Any, out_stride: Any, fetched: Any
+    typing: Any, num_rows: Any, kept: Any, weights: Any, weight_stride: Any, values: Any, value_stride: Any, count: Any,
+    dim: Any, out: Any, out_stride: Any, fetched: Any
 ) -> Any:  # fmt: skip
     """Fill out `[num_rows, dim]` float32 with weights `[num_rows, count]` @ values `[count, dim]`, summed in order.
 
-    From the address `fetched` on memory is fetched meanwhile, as much as values are and laid out like them.
+    num_rows and kept, how values are kept, of `KEPT`, are literals. From the address `fetched` on memory is fetched
+    meanwhile, as much as values are and laid out like them.
     """
-    rows = num_rows.literal_value
-    signature = types.void(num_rows, *[types.int64] * 9)
+    rows, form = num_rows.literal_value, KEPT[kept.literal_value]
+    signature = types.void(num_rows, kept, *[types.int64] * 9)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
-        weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched = args[1:]
-        sources = (weights, weight_stride, values, value_stride, count, fetched)
+        weights, weight_stride, values, value_stride, count, dim, out, out_stride, fetched = args[2:]
+        sources = (form, weights, weight_stride, values, value_stride, count, fetched)
         many, whole = e.builder.and_(dim, e.number(-4 * LANES)), _whole(e, dim)
         for width, start, stop in ((4, e.number(0), many), (1, many, whole)):
             with cgutils.for_range_slice(e.builder, start, stop, e.number(width * LANES)) as (column, _):
@@ -218,23 +229,25 @@ def mix_strip(
 def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, mask: Value | None) -> None:
     """Mix the values at `size[1]` vectors of columns for `size[0]` rows of weights."""
     (rows, width), (out, out_stride) = size, output
-    weights, weight_stride, values, value_stride, count, fetched = sources
-    places = [e.times(e.at(column, e.number(vector * LANES)), 4) for vector in range(width)]
+    (vector, item_bytes), weights, weight_stride, values, value_stride, count, fetched = sources
+    place, vector_bytes = e.times(column, item_bytes), LANES * item_bytes
     sums = _zeros(e, rows, width)
     with cgutils.for_range_slice(e.builder, e.number(0), count, e.number(1)) as (token, _):
         offset = e.builder.mul(token, value_stride)
-        ats = [e.at(values, offset, place) for place in places]
-        for place in places:
-            e.prefetch(e.at(fetched, offset, place))
-        found = [e.load(FLOATS, at) if mask is None else e.load_some(FLOATS, at, mask) for at in ats]
+        for line in range(0, width * vector_bytes, LINE):
+            e.prefetch(e.at(fetched, offset, place, e.number(line)))
+        ats = [e.at(values, offset, place, e.number(number * vector_bytes)) for number in range(width)]
+        found = [_load(e, vector, at, mask) for at in ats]
+        found = found if vector is FLOATS else [e.widen(one) for one in found]
         for row in range(rows):
             share = e.spread(e.load(F32, e.at(weights, e.times(weight_stride, row), e.times(token, 4))))
-            for vector, value in enumerate(found):
-                variable = sums[row][vector]
+            for number, value in enumerate(found):
+                variable = sums[row][number]
                 e.builder.store(e.multiply_add(share, value, e.builder.load(variable)), variable)
     for row in range(rows):
-        for vector, place in enumerate(places):
-            at, total = e.at(out, e.times(out_stride, row), place), e.builder.load(sums[row][vector])
+        for number, variable in enumerate(sums[row]):
+            at = e.at(out, e.times(out_stride, row), e.times(column, 4), e.number(4 * LANES * number))
+            total = e.builder.load(variable)
             if mask is None:
                 e.store(total, at)
             else:
@@ -242,27 +255,13 @@ def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, m
 
 
 @intrinsic
-def transpose_square(
-    typing: Any, x: Any, stride: Any, count: Any, width: Any, out: Any, out_stride: Any, behind: Any
-) -> Any:
-    """Write x `[count, width]` float32 turned to out `[16, 16]`, of which what lies behind width and count is anything.
-
-    count and width are from 1 to 16. Memory that lies so many bytes behind each row is fetched meanwhile.
-    """
-    signature = types.void(*[types.int64] * 7)
+def round_row(typing: Any, x: Any, count: Any, out: Any) -> Any:
+    """Write x `[count]` float32 as bfloat16, to the nearest."""
+    signature = types.void(*[types.int64] * 3)
 
     def emit(e: Emitter, args: Sequence[Value]) -> None:
-        x, stride, count, width, out, out_stride, behind = args
-        last, mask = e.builder.sub(count, e.number(1)), e.lanes_below(width)
-        rows = []
-        for row in range(LANES):  # instead of rows that are not there the last one
-            inside = e.builder.icmp_signed("<", e.number(row), count)
-            place = e.builder.select(inside, e.number(row), last)
-            at = e.at(x, e.builder.mul(place, stride))
-            e.prefetch(e.at(at, behind))
-            rows.append(e.load_some(FLOATS, at, mask))
-        for row, turned in enumerate(e.transpose(rows)):
-            e.store(turned, e.at(out, e.times(out_stride, row)))
+        x, count, out = args
+        each_vector(e, count, lambda place: place.store_rounded(place.load(x), out))
 
     return signature, kernel(emit)
 

@@ -42,6 +42,14 @@ class Place:
         else:
             self._e.store_some(value, at, self.mask)
 
+    def store_rounded(self, value: Value, row: Value) -> None:
+        """Write to a row of bfloat16."""
+        at, rounded = self._e.at(row, self._e.builder.lshr(self._offset, self._e.number(1))), self._e.round(value)
+        if self.mask is None:
+            self._e.store(rounded, at)
+        else:
+            self._e.store_some(rounded, at, self.mask)
+
     def masked(self, value: Value, other: Value) -> Value:
         """The value in the lanes that count, `other` elsewhere."""
         return value if self.mask is None else self._e.builder.select(self.mask, value, other)

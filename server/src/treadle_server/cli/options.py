@@ -132,7 +132,7 @@ class ServerFlags:
         str | None,
         typer.Option(
             metavar="float32|bf16",
-            help="Round activations where they meet matrices in bfloat16: faster prompts; for backends that can.",
+            help="Round activations where they meet bfloat16, and keys and values: faster; for backends that can.",
             rich_help_panel=_SERVER,
         ),
     ] = None

@@ -95,8 +95,7 @@ class Engine:
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the memory of the keys and values of that many tokens, in bytes."""
-        decoder = self.weights.decoder
-        return KVCache.bytes_for(decoder.config, decoder.dtype, num_tokens)
+        return self.weights.decoder.cache_bytes(num_tokens)
 
     @property
     def prefix_cache(self) -> PrefixCache:

@@ -75,7 +75,7 @@ class DraftModel:
 
     def kv_bytes_for(self, num_tokens: int) -> int:
         """Return the memory of the small model's keys and values of so many tokens, in bytes."""
-        return KVCache.bytes_for(self._decoder.config, self._decoder.dtype, num_tokens)
+        return self._decoder.cache_bytes(num_tokens)
 
     def draft(self, lanes: Sequence[Lane], counts: Sequence[int]) -> None:
         """Let the small model read what it has not seen, and continue each lane it has caught up with."""

@@ -54,6 +54,7 @@ def attention_forward(
     """Fill out `[rows, kv_heads, group, head_dim]` from q of that shape.
 
     Keys and values are `[kv_heads, capacity, head_dim]`; those of the new rows are in there already, from `length` on.
+    What a cache keeps in a smaller number type is widened, exactly.
     """
     rows, kv_heads, group, _ = q.shape
     total = length + rows
@@ -62,9 +63,8 @@ def attention_forward(
         stop = min(start + block, rows)
         seen = length + stop
         first = 0 if observe is not None else scoring.first_seen(length + start)
-        _attend_block(
-            q[start:stop], keys[:, first:seen], values[:, first:seen], first, scoring, out[start:stop], observe
-        )
+        own_keys, own_values = (kept[:, first:seen].astype(q.dtype, copy=False) for kept in (keys, values))
+        _attend_block(q[start:stop], own_keys, own_values, first, scoring, out[start:stop], observe)
 
 
 def _attend_block(
@@ -196,8 +196,8 @@ def reproducible_attention_forward(
     keys[:, length + rows : padded] = 0
     values[:, length + rows : padded] = 0
     blocks = (kv_heads, num_blocks, BLOCK_TOKENS, head_dim)
-    keys = keys[:, :padded].reshape(blocks).transpose(0, 1, 3, 2)
-    values = values[:, :padded].reshape(blocks)
+    keys, values = (kept[:, :padded].astype(q.dtype, copy=False).reshape(blocks) for kept in (keys, values))
+    keys = keys.transpose(0, 1, 3, 2)
     step = max(1, MAX_SCORES // (kv_heads * group * num_blocks * max(head_dim, BLOCK_TOKENS)))
     for start in range(0, rows, step):
         stop = min(start + step, rows)

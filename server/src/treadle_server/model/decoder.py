@@ -49,6 +49,7 @@ class Decoder:
         self.numerics = numerics
         self.backend = make_backend(backend, dtype, numerics) if isinstance(backend, str) else backend
         self._prepared = self.backend.prepare(config, params)
+        self.cache_dtype = self.backend.cache_dtype(self._prepared)
         self._fitting: WeakSet[Adapter] = WeakSet()
 
     def forward(self, batch: Batch, caches: Sequence[KVCache] | None = None, observe: Observer | None = None) -> Array:
@@ -59,7 +60,7 @@ class Decoder:
         """
         lengths = self._check(batch, caches)
         if caches is None:
-            scratch = [ScratchCache(self.config, self.dtype, length) for length in lengths]
+            scratch = [ScratchCache(self.config, self.cache_dtype, length) for length in lengths]
             return self.backend.forward(self._prepared, batch, scratch, observe)
         for cache, length in zip(caches, lengths, strict=True):
             cache.make_room(length)
@@ -73,8 +74,12 @@ class Decoder:
         return self.backend.head(self._prepared, hidden, observe)
 
     def new_cache(self, capacity: int = 0, max_tokens: int | None = None) -> KVCache:
-        """Return an empty cache of this decoder's shape and dtype."""
-        return KVCache(self.config, self.dtype, capacity, max_tokens)
+        """Return an empty cache of this decoder's shape and number type."""
+        return KVCache(self.config, self.cache_dtype, capacity, max_tokens)
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of a cache with room for so many tokens."""
+        return KVCache.bytes_for(self.config, self.cache_dtype, num_tokens)
 
     def _check(self, batch: Batch, caches: Sequence[KVCache] | None) -> list[int]:
         """Return the new tokens of each sequence; raise ValueError for a batch that the model or the caches do not fit.

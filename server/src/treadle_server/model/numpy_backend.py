@@ -36,6 +36,10 @@ class NumpyBackend(Primitives):
         """Read every weight once, straight into the buffer it is used from, widened to the backend's dtype."""
         return prepare_decoder(config, params, self.dtype)
 
+    def cache_dtype(self, prepared: PreparedDecoder) -> np.dtype[Any]:
+        """Return the number type that everything is computed in."""
+        return self.dtype
+
     def forward(
         self, prepared: PreparedDecoder, batch: Batch, caches: Sequence[CacheView], observe: Observer | None = None
     ) -> Array:
