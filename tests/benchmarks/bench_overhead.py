@@ -1,12 +1,14 @@
 """Measures what a token costs outside the model: engine, sampling, events, text, messages, gRPC.
 
     python tests/benchmarks/bench_overhead.py [MODEL] [--streams 1 32] [--forward-ms 10] [--chains default greedy]
+        [--numpy-draw]
 
 A server process of its own serves MODEL's configuration and tokenizer on loopback, with a stand-in for the arithmetic:
 its forward pass reads memory for about `--forward-ms` without Python's lock, as a model does; its head copies rows of
-logits that were made before. A client process reads streams of equal length, all at once: the synchronous client one,
-the asynchronous client several. Counted is the stretch in which all of them decode, in microseconds a token (a step of
-32 streams makes 32 of them):
+logits that were made before. Tokens are drawn by compiled code, as they are beside compiled arithmetic, or with
+`--numpy-draw` as beside NumPy's. A client process reads streams of equal length, all at once: the synchronous client
+one, the asynchronous client several. Counted is the stretch in which all of them decode, in microseconds a token (a
+step of 32 streams makes 32 of them):
 
 - `step`: wall time of the server less the model's: forward pass, head, memory of keys and values. While the model
   computes, the event loop sends what the last step made: that is in it only as far as it holds the engine up. With
@@ -45,6 +47,7 @@ from rich.table import Table
 from treadle_client import AsyncClient, Client
 from treadle_plugin_api.backend import Batch
 from treadle_plugin_api.backend_factory import BackendFactory
+from treadle_plugin_api.drawing import draw
 from treadle_plugin_api.hookspecs import hookimpl
 
 CHAINS: dict[str, dict[str, Any]] = {
@@ -96,8 +99,16 @@ class StandIn:
         """Return copies of rows of logits, [rows, vocab]."""
         return prepared[hidden[:, 0]]
 
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled draw for the draw."""
+        if function is not draw or os.environ[_NUMPY_DRAW]:
+            return function
+        from treadle_kernels.drawing import draw as compiled_draw
 
-_FORWARD_S = "BENCH_FORWARD_S"
+        return compiled_draw
+
+
+_FORWARD_S, _NUMPY_DRAW = "BENCH_FORWARD_S", "BENCH_NUMPY_DRAW"
 
 
 @hookimpl
@@ -272,9 +283,11 @@ def main() -> None:
     parser.add_argument("--forward-ms", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--numpy-draw", action="store_true", help="draw tokens as beside NumPy's arithmetic")
     parser.add_argument("--no-parts", action="store_true", help="leave the second server out")
     args = parser.parse_args()
     os.environ[_FORWARD_S] = str(args.forward_ms / 1e3)
+    os.environ[_NUMPY_DRAW] = "1" if args.numpy_draw else ""
     whole = measure_all(args.model, args, in_parts=False)
     parts = {} if args.no_parts else measure_all(args.model, args, in_parts=True)
     table = Table("streams", "chain", *WHOLE, *(PARTS if parts else ()), title="microseconds a token")

@@ -259,6 +259,9 @@ class ComputeBackend(Protocol[PreparedT]):
     def head(self, prepared: PreparedT, hidden: Array, observe: Observer | None = None) -> Array:
         """Return `logits [rows, vocab]` of `hidden [rows, dim]`."""
 
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what does the same as `drawing.draw`, a loss or an optimizer, faster, or the function itself."""
+
 
 class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
     """A compute backend that can also train."""
@@ -292,6 +295,3 @@ class DifferentiableBackend(ComputeBackend[PreparedT], Protocol[PreparedT]):
 
         Norm scales that are stored minus one are here plus one.
         """
-
-    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what does the same as a loss or an optimizer of the server, faster, or the function itself."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle_plugin_api.drawing import Draw, draw
 from treadle_plugin_api.logits import Ids, Logits
 from treadle_plugin_api.random import stage_key, stream_key, uniform, uniforms
 
@@ -70,7 +71,7 @@ class ModelInfo:
 class SamplingContext:
     """One choice of one request, at the token being sampled.
 
-    Authors read the attributes and call `token_bytes`, `uniform` and `empty`; `append`, `enter` and `fork` are
+    Authors read the attributes and call `token_bytes`, `uniform`, `draw` and `empty`; `append`, `enter` and `fork` are
     for the engine, and for tests that play the engine.
 
     Attributes:
@@ -81,8 +82,8 @@ class SamplingContext:
     """
 
     __slots__ = (
-        "_choice_index", "_draw", "_key", "_num_outputs", "_outputs", "_seed", "_stage", "_token_bytes",
-        "allocate", "eos_ids", "prompt_ids", "stop_ids", "vocab_size",
+        "_choice_index", "_key", "_num_drawn", "_num_outputs", "_outputs", "_seed", "_stage", "_token_bytes",
+        "allocate", "drawer", "eos_ids", "prompt_ids", "stop_ids", "vocab_size",
     )  # fmt: skip
 
     def __init__(
@@ -102,11 +103,12 @@ class SamplingContext:
         self.eos_ids = frozenset(eos_ids)
         self.stop_ids = frozenset(stop_ids)
         self.allocate: Callable[[], Logits] | None = None
+        self.drawer: Draw = draw
         self._num_outputs = len(output_ids)
         self._outputs = np.array(output_ids, dtype=np.int64)
         self._token_bytes = token_bytes
         self._seed, self._choice_index = seed, choice_index
-        self._stage, self._draw = stage_key(""), 0
+        self._stage, self._num_drawn = stage_key(""), 0
         self._key: int | None = None
 
     @property
@@ -139,11 +141,19 @@ class SamplingContext:
         """
         if self._key is None:
             self._key = stream_key(self._seed, self._choice_index, self.position, self._stage)
-        first, count = self._draw, 1 if size is None else int(np.prod(size))
-        self._draw += count
+        first, count = self._num_drawn, 1 if size is None else int(np.prod(size))
+        self._num_drawn += count
         if size is None:
             return uniform(self._key, first)
         return uniforms(self._key, first, count).reshape(size)
+
+    def draw(self, logits: Logits) -> tuple[int, float]:
+        """Draw from softmax of `logits` [n] float32 by the next uniform u: the index, and its probability.
+
+        The first one, in ascending order, at which the running sum of weights exceeds the share u of all. Masked ones
+        are never drawn; one must be finite. n is at most `vocab_size`.
+        """
+        return self.drawer(logits, self.uniform(), self.empty)
 
     def empty(self) -> Logits:
         """Lend an output buffer, [vocab] float32, holding anything: the stage's until it returns."""
@@ -151,7 +161,7 @@ class SamplingContext:
 
     def enter(self, stage: int) -> None:
         """Start the draws of one call from 0; `stage` is the stage's `random.stage_key`."""
-        self._stage, self._key, self._draw = stage, None, 0
+        self._stage, self._key, self._num_drawn = stage, None, 0
 
     def fork(self) -> SamplingContext:
         """A copy that goes on by itself, with the same draws."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from treadle_plugin_api.backend import QUANTISED_BITS, Adapter, Array, Batch, CacheView, Observer, Weight
 from treadle_plugin_api.decoder_config import DecoderConfig
+from treadle_plugin_api.drawing import draw
 from treadle_server.model.pass_state import rotary_tables
 from treadle_server.model.prepared import Linear, PreparedDecoder, prepare_decoder
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
 
-from treadle_kernels import products
+from treadle_kernels import drawing, products
 from treadle_kernels.attention import make_attend
 from treadle_kernels.fused_forward import Compiled, FusedDecoder, KernelDecoder
 from treadle_kernels.panels import Layout
@@ -91,6 +92,10 @@ class KernelBackend(ReproducibleNumpyBackend):
         tables = rotary_tables(prepared, batch, positions, self.dtype)
         fused.forward(self._team, prepared, batch, positions, caches, x, tables)
         return x
+
+    def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled draw for the draw, or the function itself."""
+        return drawing.draw if function is draw else function
 
     def linear(self, x: Array, linear: Linear, out: Array) -> Array:
         """Fill out `[rows, out]` with x `[rows, in]` @ weight.T + bias; an adapter's arrays are NumPy's."""

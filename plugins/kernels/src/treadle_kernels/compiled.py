@@ -26,7 +26,7 @@ CACHE = "TREADLE_KERNELS_CACHE"
 
 # The modules that machine code is made of.
 _COMPILED = (
-    *("attention", "chunks", "compiled", "emit", "machine", "memory", "products", "step", "tiles"),
+    *("attention", "chunks", "compiled", "drawing", "emit", "machine", "memory", "products", "step", "tiles"),
     *("amx_products", "amx_tiles", "quantised_products", "quantised_tiles"),
     *("training_attention", "training_products", "vectors"),
     *("training_row_tiles", "training_rows", "training_tiles"),

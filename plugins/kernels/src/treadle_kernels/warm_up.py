@@ -27,6 +27,7 @@ from treadle_plugin_api.decoder_config import (
     PositionsConfig,
     RotaryConfig,
 )
+from treadle_plugin_api.drawing import draw
 
 from treadle_kernels.compiled import cache_folder
 
@@ -113,7 +114,7 @@ def end_with_parent() -> None:
 
 
 def check_kernels() -> None:
-    """Run a small model of each format and compare it with NumPy's; this is what compiles."""
+    """Run a small model of each format, and draw, and compare with NumPy's; this is what compiles."""
     from treadle_server.model.decoder import Decoder
 
     from treadle_kernels.backend import KernelBackend
@@ -129,6 +130,11 @@ def check_kernels() -> None:
         rounds = backend is rounded or stored in QUANTISED_BITS
         if not error < (ROUNDED_TOLERANCE if rounds else TOLERANCE):
             raise RuntimeError(f"compiled kernels are off by {error} for weights in {stored}")
+    row = np.random.default_rng(0).standard_normal(700).astype(np.float32)
+    for u in (0.1, 0.5, 0.9):
+        found = [function(row, u, lambda: np.empty_like(row))[0] for function in (exact.faster(draw), draw)]
+        if found[0] != found[1]:
+            raise RuntimeError(f"compiled code draws token {found[0]} instead of {found[1]}")
 
 
 def _draw(stored: str) -> Mapping[str, Weight]:

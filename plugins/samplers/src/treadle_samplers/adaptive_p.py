@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from treadle_plugin_api import Field, Knob, Logits, SamplingContext, Select
 
-from treadle_samplers.weights import compact, draw, log_total
+from treadle_samplers.weights import compact, log_total
 
 _WIDTH = 0.3  # distance in probability at which the core ends
 _PEAK = 5.0  # logit at the target
@@ -72,7 +72,7 @@ class AdaptiveP(Select):
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token; notes its probability."""
         transformed = self.distribution(logits, context, state)
-        token_id, _ = draw(transformed, context)
+        token_id, _ = context.draw(transformed)
         log_p = float(logits[token_id]) - float(logits.max()) - log_total(logits)
         state.drawn = (token_id, float(np.exp(log_p)))
         return token_id

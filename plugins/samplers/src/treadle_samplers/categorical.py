@@ -6,8 +6,6 @@ from typing import Any
 
 from treadle_plugin_api import Logits, SamplingContext, Select
 
-from treadle_samplers.weights import draw
-
 
 class Categorical(Select):
     """Draw a token from softmax of the logits, by the inverse of the cumulative distribution.
@@ -25,4 +23,4 @@ class Categorical(Select):
 
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token."""
-        return draw(logits, context)[0]
+        return context.draw(logits)[0]

@@ -11,7 +11,7 @@ from treadle_plugin_api import Field, Knob, Logits, SamplingContext, Select, kee
 from treadle_plugin_api.logits import Ids
 
 from treadle_samplers.cutoff import ids_within
-from treadle_samplers.weights import draw, log_total
+from treadle_samplers.weights import log_total
 
 _NUM_FITTED = 100  # the m of the paper: the most likely tokens that Zipf's exponent is fitted to
 
@@ -71,7 +71,7 @@ class Mirostat(Select):
     def apply(self, logits: Logits, context: SamplingContext, state: Any = None) -> int:
         """Id of the drawn token; notes its surprise."""
         ids = np.sort(self._kept(logits, state.mu))
-        index, probability = draw(logits[ids], context)
+        index, probability = context.draw(logits[ids])
         token_id = int(ids[index])
         state.drawn = (token_id, -math.log2(probability))
         return token_id

@@ -7,22 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from treadle_plugin_api import Logits, SamplingContext, finite
+from treadle_plugin_api import Logits, finite
 from treadle_plugin_api.logits import Ids
 
 # What is summed at once: 64 KiB of float64.
 BLOCK = 8192
-
-# What a draw sums at once before it looks for the token in there: a running sum takes some twenty times as long as a
-# plain one, as each addition waits for the one before it.
-_DRAWN_BLOCK = 256
-
-# One logit of so many tells a draw whether most are masked: to look at all of them costs two searches for the largest.
-_LOOKED_AT = 128
-
-# Up to this size of the largest logit, weights need no shift: sums of exp stay far from float32's ends, and what is too
-# small for it beside the largest is so with a shift.
-_PLAIN_LOGIT = 30.0
 
 # exp of anything lower is 0 in float64; keeps 0 * -inf, which is no number, out of sums.
 _LOWEST = -746.0
@@ -88,46 +77,3 @@ def log_total(logits: Logits) -> float:
     """Ln sum exp(l - max l) of `logits` [vocab] float32, so that ln p = l - max l - log_total."""
     values, _ = compact(logits)
     return math.log(block_sums(values, values.max()).sum())
-
-
-def draw(logits: Logits, context: SamplingContext) -> tuple[int, float]:
-    """Draw from softmax of `logits` [n] float32 by the context's next uniform u: the index, and its probability.
-
-    The first one, in ascending order, at which the running sum of weights exceeds the share u of all.
-    """
-    if 2 * np.count_nonzero(logits[::_LOOKED_AT] > -np.inf) > len(logits) // _LOOKED_AT:
-        room = context.empty()[: len(logits)]  # lent again and again, it stays in the processor's cache
-        return _draw(logits, context.uniform(), room)  # masked tokens weigh 0
-    ids = finite(logits)
-    values = logits[ids]
-    index, probability = _draw(values, context.uniform(), values)
-    return int(ids[index]), probability
-
-
-def _draw(values: Logits, u: float, found: Logits) -> tuple[int, float]:
-    """Draw an index of `values` [n]; `found` [n] is overwritten, and may be `values`."""
-    largest = values.max()
-    if abs(largest) > _PLAIN_LOGIT:
-        values = np.subtract(values, largest, out=found)
-    np.exp(values, out=found)  # in float32: as exact as the logits are, at a third of the time
-    sums = np.cumsum(_drawn_block_sums(found))
-    target = u * sums[-1]
-    block = _first_above(sums, target)
-    before = sums[block - 1] if block else 0.0
-    start = block * _DRAWN_BLOCK
-    running = np.cumsum(found[start : start + _DRAWN_BLOCK], dtype=np.float64)
-    index = start + _first_above(before + running, target)
-    return index, float(found[index] / sums[-1])
-
-
-def _drawn_block_sums(found: Logits) -> NDArray[np.float64]:
-    """Sum of each `_DRAWN_BLOCK` of `found` [n], the last of which may be shorter; float32 would lose small ones."""
-    whole = len(found) // _DRAWN_BLOCK * _DRAWN_BLOCK
-    blocks = found[:whole].reshape(-1, _DRAWN_BLOCK)
-    sums: NDArray[np.float64] = np.einsum("ij->i", blocks, dtype=np.float64)  # three quarters of what `sum` takes
-    return sums if whole == len(found) else np.append(sums, found[whole:].sum(dtype=np.float64))
-
-
-def _first_above(sums: NDArray[np.float64], target: float) -> int:
-    """First index whose running sum exceeds `target`; where rounding leaves none, the last that adds to the sum."""
-    return int(min(sums.searchsorted(target, side="right"), sums.searchsorted(sums[-1])))

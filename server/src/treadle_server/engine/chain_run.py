@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from treadle_plugin_api import Logits, SamplingContext, Select, Stage
 from treadle_plugin_api.contract import choice_problem, largest_problem, output_problem
+from treadle_plugin_api.drawing import Draw, draw
 
 from treadle_server.engine.chain_stages import ResolvedStage
 from treadle_server.engine.stage_monitor import StageMonitor
@@ -98,8 +99,9 @@ def sample_rows(
     buffers: BufferPool | None = None,
     monitor: StageMonitor | None = None,
     observe: StageObserver | None = None,
+    drawer: Draw = draw,
 ) -> list[Sample | StageError | NonFiniteLogitsError]:
-    """Choose a token for every row of `logits` [rows, vocab], row i by `samplers[i]`.
+    """Choose a token for every row of `logits` [rows, vocab], row i by `samplers[i]`; drawer is what draws tokens.
 
     Ids past a context's `vocab_size` are the model's padding: no stage sees them. An error belongs to its row alone.
     """
@@ -109,7 +111,7 @@ def sample_rows(
     if not samplers:
         return []
     with np.errstate(all="ignore"):  # what a stage computes is judged by its result
-        run = _Run(buffers or BufferPool(), monitor or StageMonitor(), observe)
+        run = _Run(buffers or BufferPool(), monitor or StageMonitor(), observe, drawer)
         return run.sample(samplers, cast("Logits", logits))
 
 
@@ -148,7 +150,8 @@ class _Row:
 class _Run:
     """One call of `sample_rows`."""
 
-    def __init__(self, buffers: BufferPool, monitor: StageMonitor, observe: StageObserver | None) -> None:
+    def __init__(self, buffers: BufferPool, monitor: StageMonitor, observe: StageObserver | None, drawer: Draw) -> None:
+        self._drawer = drawer
         self._buffers = buffers
         self._monitor = monitor
         self._observe = observe
@@ -249,7 +252,7 @@ class _Run:
     def _enter(self, row: _Row) -> SamplingContext:
         context = row.sampler.context
         context.enter(row.stage.key)
-        context.allocate = self._lend
+        context.allocate, context.drawer = self._lend, self._drawer
         return context
 
     def _watch(self, stage: ResolvedStage, started_s: float, *, num_rows: int = 1) -> None:

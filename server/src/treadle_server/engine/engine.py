@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 from treadle_plugin_api.backend import Adapter, Batch
+from treadle_plugin_api.drawing import draw
 
 from treadle_server.engine.backlog import Backlog
 from treadle_server.engine.chain import BufferPool, Sample, sample_rows
@@ -194,7 +195,8 @@ class Engine:
         """
         counts = [1 + sequence.num_drafted for sequence in sequences]
         rows = [row for s, n in zip(sequences, counts, strict=True) for row in range(ends[id(s)] - n, ends[id(s)])]
-        raw = sequences[0].weights.decoder.head(hidden[rows])
+        decoder = sequences[0].weights.decoder
+        raw, drawer = decoder.head(hidden[rows]), decoder.backend.faster(draw)
         first = list(accumulate(counts[:-1], initial=0))
         logits = self._guided(sequences, first, raw, hidden, ends)
         pending = [(choice, at) for s, at in zip(sequences, first, strict=True) for choice in self._choices_at(s)]
@@ -203,7 +205,9 @@ class Engine:
             picked = logits if wanted == list(range(len(logits))) else logits[wanted]
             samplers = [choice.sampler for choice, _ in pending]
             with self.statistics.sampler:
-                samples = sample_rows(samplers, picked, buffers=self._buffers, monitor=self.stage_monitor)
+                samples = sample_rows(
+                    samplers, picked, buffers=self._buffers, monitor=self.stage_monitor, drawer=drawer
+                )
             taken = [self._take(c, sample, raw[at]) for (c, at), sample in zip(pending, samples, strict=True)]
             pending = [(choice, at + 1) for (choice, at), goes_on in zip(pending, taken, strict=True) if goes_on]
         for sequence in sequences:

@@ -100,7 +100,7 @@ class NumpyBackend(Primitives):
         return parameter_views(prepared)
 
     def faster(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function: the server's losses and optimizers are NumPy's."""
+        """Return the function: they all are NumPy's."""
         return function
 
     def head(self, prepared: PreparedDecoder, hidden: Array, observe: Observer | None = None) -> Array:
