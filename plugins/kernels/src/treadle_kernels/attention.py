@@ -42,7 +42,7 @@ def make_attend(kept: str) -> Any:
     A row's scores with all keys that it sees are there at once. Of many sequences all that is read comes from memory:
     values are fetched while scores are made, and the next chunk's keys while values are mixed.
     """
-    mix, block, pack = _mixer(kept), block_function(PRODUCTS[kept]), register_jitable(row_packer(PRODUCTS[kept]))
+    weigh, block, pack = _weigher(kept), block_function(PRODUCTS[kept]), register_jitable(row_packer(PRODUCTS[kept]))
     item_bytes = KEPT[kept][1]
 
     @kernel(types.void(*[types.int64] * ATTEND_ARGUMENTS))
@@ -62,23 +62,34 @@ def make_attend(kept: str) -> Any:
             block(keys + place, row_bytes, count, *given, scores + 4 * start, 4 * seen, values + place)
         for row in range(num_rows):
             own = max(0, position + row - window + 1)
-            count, at = position + row + 1 - own, scores + 4 * (row * group * seen + own - first)
-            out = room + row * group * made_bytes
-            # What rows of x were packed in is free now: totals, which divide a row of the head's size at the end.
-            totals = floats_at(packed, group)
-            for member in range(group):
-                own_scores = at + 4 * member * seen
-                top = largest_of_row(own_scores, count)
-                totals[member] = exp_row(own_scores, count, floats_at(scale, 1)[0], top)
+            count, place = position + row + 1 - own, own * row_bytes
+            own_scores = scores + 4 * (row * group * seen + own - first), 4 * seen, group, count, scale
             fetched = next_keys if row == num_rows - 1 else values
-            place = own * row_bytes
-            mix(at, 4 * seen, group, values + place, row_bytes, count, head_dim, out, made_bytes, fetched + place)
-            for member in range(group):
-                mixed = floats_at(out + member * made_bytes, head_dim)
-                for column in range(head_dim):
-                    mixed[column] /= totals[member]
+            out = room + row * group * made_bytes
+            # What the queries were packed in is free now.
+            weigh(*own_scores, values + place, row_bytes, head_dim, out, fetched + place, packed)
 
     return attend
+
+
+def _weigher(kept: str) -> Any:
+    """Make what becomes of a row's scores: their softmax, and the values that it mixes."""
+    mix = _mixer(kept)
+
+    @register_jitable
+    def weigh(scores, score_bytes, group, count, scale, values, row_bytes, head_dim, out, fetched, room):
+        # Sums of exponentials are divided by at the end, in a row of the head's size instead of one of all keys.
+        totals, factor = floats_at(room, group), floats_at(scale, 1)[0]
+        for member in range(group):
+            at = scores + member * score_bytes
+            totals[member] = exp_row(at, count, factor, largest_of_row(at, count))
+        mix(scores, score_bytes, group, values, row_bytes, count, head_dim, out, 4 * head_dim, fetched)
+        for member in range(group):
+            mixed = floats_at(out + 4 * member * head_dim, head_dim)
+            for column in range(head_dim):
+                mixed[column] /= totals[member]
+
+    return weigh
 
 
 def _mixer(kept: str) -> Any:
