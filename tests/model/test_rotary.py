@@ -135,3 +135,15 @@ def test_angles_that_do_not_fit_a_head_are_refused(rotary, message):
     """The error names the field, what fits, and the value."""
     with pytest.raises(ValueError, match=message):
         rotary.check_head_dim(8)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
+def test_kept_angles_have_the_bits_of_new_ones(kind: str, dtype: type):
+    """Before the last position that is kept, at it and behind it, one at a time or many."""
+    rotary = Rotary.of(RotaryConfig(kind=kind, factor=4.0, attention_factor=1.25), 20)
+    for positions in ([0], [7, 3, 2047], [2047], [2048], [5, 3000], list(range(100))):
+        found = rotary.table(np.array(positions), np.array(positions) + 1, dtype)
+        expected = rotary_table(rotary.frequencies, np.array(positions), dtype, 1.25)
+        assert [one.tobytes() for one in found] == [one.tobytes() for one in expected]
+        assert [one.dtype for one in found] == [dtype, dtype]

