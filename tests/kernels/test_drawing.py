@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from treadle_plugin_api import SamplingContext
-from treadle_plugin_api.drawing import BLOCK, draw
+from treadle_plugin_api.drawing import draw
 from treadle_plugin_api.random import stage_key
 from treadle_samplers.categorical import Categorical
 from treadle_server import LanguageModel
@@ -15,6 +15,7 @@ from treadle_server.plugins import PluginManager
 from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 
 LAST = 1 - 2.0**-53
+BLOCK = 256  # what is summed at once
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +85,23 @@ def test_rows_of_any_kind_are_taken(compiled):
     assert compiled(table[:, 1], 0.3) == compiled(table[:, 1].copy(), 0.3)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_not_finite_stays_inside_the_row(compiled, wrong):
-    """A row that no stage may give comes to an index of its own, whatever it is worth."""
-    logits = np.zeros(1000, np.float32)
-    logits[::7] = wrong
-    assert 0 <= compiled(logits, 0.5)[0] < 1000
+@pytest.mark.parametrize("compile_it", [False, True])
+def test_rows_without_anything_to_draw_are_refused(kernels, compile_it):
+    """With either draw: nothing finite, something that is no number, no row, a row that is longer than any."""
+    context = SamplingContext(vocab_size=5000)
+    context.drawer = kernels.faster(draw) if compile_it else draw
+    masked = np.full(1000, -np.inf, np.float32)
+    for place, wrong in ((None, None), (700, np.nan), (700, np.inf), (0, np.nan)):
+        row = masked.copy()
+        if place is not None:
+            row[:] = 0
+            row[place] = wrong
+        with pytest.raises(ValueError, match="nothing can be drawn"):
+            context.draw(row)
+    for row in (masked[:0], np.zeros((2, 9)), np.zeros(5001), np.float32(3)):
+        with pytest.raises(ValueError, match=r"a draw needs a row of 1 to 5000 logits, but got the shape \("):
+            context.draw(row)
+    assert context.draw([-np.inf, 3.0]) == (1, 1.0)
 
 
 def test_seeds_draw_what_they_draw_beside_numpy(kernels):

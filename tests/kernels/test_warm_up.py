@@ -78,6 +78,22 @@ def test_a_damaged_cache_is_made_again(calls, caplog, damage):
     assert "damaged or gone" in caplog.text
 
 
+@pytest.mark.parametrize("check", ["warm_up.check_kernels", "training_warm_up.check_training"])
+def test_a_warm_cache_is_all_that_another_process_needs(kernels, training, check):
+    """A process that runs every kernel finds each of them: it leaves no file that was not there, and changes none."""
+    from treadle_kernels.compiled import cache_folder
+
+    def listed() -> dict[str, float]:
+        return {one.name: one.stat().st_mtime for one in cache_folder().glob("*.nb[ic]")}
+
+    module, function = check.split(".")
+    code = f"from treadle_kernels.{module} import {function}; {function}()"
+    before = listed()
+    assert before
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert listed() == before
+
+
 def test_nobody_is_left_compiling(kernels):
     """The process that compiles ends when the one that started it does."""
     code = "from treadle_kernels.warm_up import end_with_parent; import time; end_with_parent(); time.sleep(60)"

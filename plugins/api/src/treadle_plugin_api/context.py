@@ -151,9 +151,13 @@ class SamplingContext:
         """Draw from softmax of `logits` [n] float32 by the next uniform u: the index, and its probability.
 
         The first one, in ascending order, at which the running sum of weights exceeds the share u of all. Masked ones
-        are never drawn; one must be finite. n is at most `vocab_size`.
+        are never drawn. Raises ValueError unless there are 1 to `vocab_size` logits, one of them finite, none NaN or
+        +inf.
         """
-        return self.drawer(logits, self.uniform(), self.empty)
+        row = np.asarray(logits, np.float32)
+        if row.ndim != 1 or not 1 <= len(row) <= self.vocab_size:
+            raise ValueError(f"a draw needs a row of 1 to {self.vocab_size} logits, but got the shape {row.shape}")
+        return self.drawer(row, self.uniform(), self.empty)
 
     def empty(self) -> Logits:
         """Lend an output buffer, [vocab] float32, holding anything: the stage's until it returns."""

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Self
 
 import numba
@@ -53,13 +54,19 @@ def _key(machine: str) -> str:
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
-    """Puts all functions in one folder, whose name says everything that a stamp would."""
+    """Puts all functions in one folder, whose name says everything that a stamp would.
+
+    A folder that has them all need not be writable.
+    """
 
     def __init__(self, function: Any, file: str) -> None:
         self._line = function.__code__.co_firstlineno
 
     def get_cache_path(self) -> str:
         return str(cache_folder())
+
+    def ensure_cache_path(self) -> None:
+        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
 
     def get_source_stamp(self) -> str:
         return cache_folder().name
@@ -78,6 +85,22 @@ class _Files(CompileResultCacheImpl):  # type: ignore[misc]
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Files
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        """Tell apart the functions that one definition makes: by what they close over, as the folder says the rest.
+
+        Numba pickles that instead, and of functions among it everything they refer to: other bytes in every process.
+        """
+        return sig, codegen.magic_tuple(), _named(self._py_func)
+
+
+def _named(value: Any) -> Any:
+    """Return what a closure's value is, down to plain constants, the same in every process."""
+    if isinstance(value, str | int | float):
+        return value
+    if not isinstance(value, FunctionType):
+        raise TypeError(f"a compiled function closes over {value!r}, which has no name to keep it by")
+    return (value.__qualname__, *(_named(cell.cell_contents) for cell in value.__closure__ or ()))
 
 
 def kernel(signature: Any) -> Callable[[Callable[..., Any]], Any]:

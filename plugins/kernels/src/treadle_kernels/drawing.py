@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from treadle_plugin_api.drawing import BLOCK, PLAIN_LOGIT
+from treadle_plugin_api.drawing import nothing_to_draw
 from treadle_plugin_api.logits import Logits
 
 from treadle_kernels.compiled import entry_point
@@ -19,14 +19,18 @@ from treadle_kernels.stored import address_of
 from treadle_kernels.tiles import largest_of_row
 from treadle_kernels.vectors import Place, each_vector, kernel
 
+# What is summed at once before the token is looked for in there, and up to which size of the largest logit weights need
+# no shift: as NumPy's draw has it, but said here, as the cache on disk knows compiled code by these sources alone.
+BLOCK, PLAIN_LOGIT = 256, 30.0
+
 F64 = ir.DoubleType()
 HALF_DOUBLES = ir.VectorType(F64, LANES // 2)
 
 
 def _weight(e: Emitter, place: Place, row: Value, shift: Value) -> Value:
-    """The exponentials of 16 floats less a shift; what is too small for float32, or masked, is 0."""
+    """The exponentials of 16 floats less a shift; what is too small for float32, or masked, is 0, and NaN is NaN."""
     shifted = e.builder.fsub(place.load(row), shift)
-    counts = e.builder.fcmp_ordered(">", shifted, e.splat(EXP_RANGE[0]))
+    counts = e.builder.fcmp_unordered(">", shifted, e.splat(EXP_RANGE[0]))
     return place.masked(e.builder.select(counts, e.exp(shifted), e.splat(0.0)), e.splat(0.0))
 
 
@@ -83,7 +87,7 @@ def _weigh_blocks(x, count, shift, sums, tops):
 
 @entry_point
 def draw_row(x, count, u):
-    """Return what `draw` does for a row `[count]` at an address."""
+    """Return what `draw` does for a row `[count]` at an address; -1 where there is nothing to draw from."""
     sums, tops, shift = np.empty((count + BLOCK - 1) // BLOCK), np.empty(LANES, np.float32), np.float32(0.0)
     largest = _weigh_blocks(x, count, shift, sums, tops)
     if abs(largest) > PLAIN_LOGIT:
@@ -92,6 +96,8 @@ def draw_row(x, count, u):
     total = 0.0
     for block in range(len(sums)):
         total += sums[block]
+    if not total > 0.0:
+        return -1, 0.0
     # Where rounding leaves none above the share, it is the last that adds to the sum.
     target, running, before, chosen = u * total, 0.0, 0.0, 0
     for block in range(len(sums)):
@@ -108,11 +114,13 @@ def draw_row(x, count, u):
             index, running = place, running + weights[place]
             if running > target:
                 break
-    return start + index, weights[index] / total if total > 0.0 else np.nan
+    return start + index, weights[index] / total
 
 
 def draw(logits: Logits, u: float, empty: Callable[[], Logits]) -> tuple[int, float]:
     """Do what `treadle_plugin_api.drawing.draw` does: exponentials differ in their last bits, and `empty` stays."""
     row = np.ascontiguousarray(logits, np.float32)
     index, probability = draw_row(address_of(row), len(row), u)
+    if index < 0:
+        raise nothing_to_draw()
     return index, probability

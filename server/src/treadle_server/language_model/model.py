@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 from treadle_plugin_api.backend import Batch
+from treadle_plugin_api.drawing import draw
 
 from treadle_server.checkpoints.store import ModelStore
 from treadle_server.engine.engine import Engine
@@ -115,7 +116,13 @@ class LanguageModel:
         self.default_knobs = self._admission.default_knobs
         self._tracer = Tracer(self.engine, request_limits, worker)
         self.previewer = Previewer(
-            self._registry, info, self._prompts.encode, self._submit, self.config.vocab_size, self._adapters.find
+            self._registry,
+            info,
+            self._prompts.encode,
+            self._submit,
+            self.config.vocab_size,
+            self._adapters.find,
+            self.decoder.backend.faster(draw),
         )
         worker.add(self.engine)
 

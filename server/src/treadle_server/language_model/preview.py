@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from pydantic import PrivateAttr
 from treadle_plugin_api import Logits, ModelInfo, SamplingContext, Select, finite, softmax64
+from treadle_plugin_api.drawing import Draw, draw
 
 from treadle_server.engine.chain import ChoiceSampler, ResolvedStage, SamplingChain, sample_rows
 from treadle_server.engine.events import EngineEvent, is_over
@@ -48,7 +49,9 @@ def _no_tokenizer(text: str) -> Sequence[int]:
     raise ValueError(f"the text {text!r:.80} needs a tokenizer; name a model whose vocabulary the logits have")
 
 
-def preview_logits(spec: PreviewSpec, registry: StageRegistry, model_info: ModelInfo | None = None) -> SamplingPreview:
+def preview_logits(
+    spec: PreviewSpec, registry: StageRegistry, model_info: ModelInfo | None = None, drawer: Draw = draw
+) -> SamplingPreview:
     """Run the chain of a spec on its own logits.
 
     Args:
@@ -56,6 +59,7 @@ def preview_logits(spec: PreviewSpec, registry: StageRegistry, model_info: Model
         registry: the stages there are.
         model_info: the model that the logits are of; None for a vocabulary of its own. Logits past the model's
             vocabulary are padding and cut.
+        drawer: what draws the model's tokens.
 
     Raises:
         InvalidRequestError: with one violation for each wrong field.
@@ -64,7 +68,7 @@ def preview_logits(spec: PreviewSpec, registry: StageRegistry, model_info: Model
     check_preview_source(spec)
     logits = _checked_logits(spec)
     info = model_info or bare_model_info(len(logits))
-    return ChainPreview(spec, registry, info).run(logits[: info.vocab_size])
+    return ChainPreview(spec, registry, info, drawer).run(logits[: info.vocab_size])
 
 
 class ChainPreview:
@@ -74,9 +78,10 @@ class ChainPreview:
         InvalidRequestError: with one violation for each wrong field.
     """
 
-    def __init__(self, spec: PreviewSpec, registry: StageRegistry, info: ModelInfo) -> None:
+    def __init__(self, spec: PreviewSpec, registry: StageRegistry, info: ModelInfo, drawer: Draw = draw) -> None:
         check_preview(spec, info.vocab_size, info.context_length)
         self._spec = spec
+        self._drawer = drawer
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
         self._chain = SamplingChain.resolve(
             registry,
@@ -98,7 +103,7 @@ class ChainPreview:
         sampler = self._start()
         recorder = _Recorder()
         initial = recorder.take("logits", {}, logits)
-        sample = sample_rows([sampler], logits[None], observe=recorder.observe)[0]
+        sample = sample_rows([sampler], logits[None], observe=recorder.observe, drawer=self._drawer)[0]
         if isinstance(sample, TreadleError):
             raise sample
         recorder.take_select(self._chain.stages[-1], cast("Logits", sample.processed))
@@ -226,6 +231,7 @@ class Previewer:
         submit: Callable[[GenerationRequest, Deliver], ActiveRequest],
         padded_size: int,
         find_adapter: Callable[[str], LoadedAdapter | None],
+        drawer: Draw,
     ) -> None:
         """Keep what a preview needs.
 
@@ -236,6 +242,7 @@ class Previewer:
             submit: queues a request in the model's engine.
             padded_size: length of the model's rows of logits, padding included.
             find_adapter: returns an adapter by name.
+            drawer: what draws the model's tokens.
         """
         self._registry = registry
         self._info = info
@@ -243,6 +250,7 @@ class Previewer:
         self._submit = submit
         self._padded_size = padded_size
         self._find_adapter = find_adapter
+        self._drawer = drawer
 
     def preview(self, spec: PreviewSpec) -> SamplingPreview:
         """Return what a spec asks for, of a prompt or of logits that the model can have made.
@@ -265,7 +273,7 @@ class Previewer:
         if not self.has_logits_of(num_logits):
             size = self._info.vocab_size
             raise refuse("logits", "logits_vocabulary", vocab_size=size, model=self._info.name, value=num_logits)
-        return preview_logits(spec, self._registry, self._info)
+        return preview_logits(spec, self._registry, self._info, self._drawer)
 
     def has_logits_of(self, num_logits: int) -> bool:
         """Tell whether the model can have made a row of that many logits, with or without its padding."""
@@ -275,7 +283,7 @@ class Previewer:
         """Check the preview of a prompt, and queue it for the model's logits; the engine's events go to `deliver`."""
         check_preview_source(spec)
         prompt_ids = self._encode(cast("Prompt", spec.prompt), self._info.context_length - 1)
-        preview = ChainPreview(replace(spec, prompt_ids=prompt_ids), self._registry, self._info)
+        preview = ChainPreview(replace(spec, prompt_ids=prompt_ids), self._registry, self._info, self._drawer)
         chain, row = capture_chain(self._info)
         request = GenerationRequest(
             request_id=uuid.uuid4().hex,

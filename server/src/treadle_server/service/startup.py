@@ -99,7 +99,8 @@ def load_models(server: InferenceServer, sources: Sequence[ModelSource]) -> list
         _LOG.info("loading %s from %s", source.name, source.folder)
         model = server.load_model(str(source.folder), source.name)
         decoder = model.decoder
-        _LOG.info("loaded %s: the backend %s computes in %s", source.name, decoder.backend.name, decoder.dtype)
+        what = source.name, decoder.backend.name, decoder.dtype, decoder.cache_dtype
+        _LOG.info("loaded %s: the backend %s computes in %s, and keeps keys and values in %s", *what)
         for name, folder in server.config.adapters.get(source.name, {}).items():
             model.load_adapter(name, folder)
         models.append(model)
