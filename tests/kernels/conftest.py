@@ -21,6 +21,8 @@ from treadle_plugin_api.decoder_config import (
 from treadle_server.checkpoints.loading import load_checkpoint
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.params import Params, random_arrays
+from treadle_server.plugins import PluginManager
+from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 
 INSTALLED = find_spec("treadle_kernels") is not None and find_spec("numba") is not None
 
@@ -43,6 +45,19 @@ def kernels():
 
     ensure_compiled()
     return KernelBackend(num_threads=2)
+
+
+@pytest.fixture(scope="session")
+def plugins(kernels) -> PluginManager:
+    """The samplers, and the compiled backend by the plugin's door."""
+    import treadle_kernels.plugin
+    import treadle_samplers.plugin
+
+    sources = [
+        PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin),
+        PluginSource("kernels", "treadle-kernels", "0.1.0", lambda: treadle_kernels.plugin),
+    ]
+    return PluginManager(sources, strict=True)
 
 
 @pytest.fixture(scope="session")

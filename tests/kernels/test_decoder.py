@@ -15,8 +15,6 @@ from treadle_server import LanguageModel
 from treadle_server.model.adapters import adaptable
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.params import Params, random_arrays
-from treadle_server.plugins import PluginManager
-from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 
 MODELS = tuple(sorted(path.stem for path in (Path(__file__).parents[1] / "golden" / "parity").glob("*.npz")))
 FORMATS = ["float32", "bfloat16", "float16"]
@@ -174,16 +172,9 @@ def test_weights_stay_as_they_are_stored(load_decoder):
         assert not piece.flags.writeable
 
 
-def test_a_language_model_generates_on_it(kernels, tiny_folder):
+def test_a_language_model_generates_on_it(plugins, tiny_folder):
     """Chosen by name through the plugin's door, it generates greedily what NumPy's backend generates."""
-    import treadle_kernels.plugin
-    import treadle_samplers.plugin
-
-    sources = [
-        PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin),
-        PluginSource("kernels", "treadle-kernels", "0.1.0", lambda: treadle_kernels.plugin),
-    ]
-    plugins, results = PluginManager(sources, strict=True), []
+    results = []
     for backend in ("kernels", "numpy"):
         with LanguageModel.load(tiny_folder, backend=backend, plugins=plugins) as model:
             results.append(model.generate("once", temperature=0, max_tokens=20, ignore_eos=True).choices[0].token_ids)

@@ -11,8 +11,6 @@ from treadle_plugin_api.drawing import draw
 from treadle_plugin_api.random import stage_key
 from treadle_samplers.categorical import Categorical
 from treadle_server import LanguageModel
-from treadle_server.plugins import PluginManager
-from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 
 LAST = 1 - 2.0**-53
 BLOCK = 256  # what is summed at once
@@ -118,19 +116,13 @@ def test_seeds_draw_what_they_draw_beside_numpy(kernels):
     assert len(set(found[0])) > 40
 
 
-def test_a_served_model_draws_by_it(kernels, tiny_folder, monkeypatch):
+def test_a_served_model_draws_by_it(plugins, tiny_folder, monkeypatch):
     """Sampling a model on this backend goes through the compiled draw, also in the stages that draw by themselves."""
-    import treadle_kernels.plugin
-    import treadle_samplers.plugin
     from treadle_kernels import drawing
 
-    sources = [
-        PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin),
-        PluginSource("kernels", "treadle-kernels", "0.1.0", lambda: treadle_kernels.plugin),
-    ]
     calls, original = [], drawing.draw
     monkeypatch.setattr(drawing, "draw", lambda *args: calls.append(1) or original(*args))
-    with LanguageModel.load(tiny_folder, backend="kernels", plugins=PluginManager(sources, strict=True)) as model:
+    with LanguageModel.load(tiny_folder, backend="kernels", plugins=plugins) as model:
         for options in ({}, {"mirostat": 2}):
             calls.clear()
             model.generate("once", max_tokens=5, ignore_eos=True, seed=1, **options)

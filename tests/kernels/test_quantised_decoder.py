@@ -22,8 +22,6 @@ from treadle_server.model.adapters import adaptable
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.prepared import prepare_decoder
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
-from treadle_server.plugins import PluginManager
-from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 from treadle_server.tokenizer import Tokenizer
 
 FORMATS = ["int8", "int4"]
@@ -182,16 +180,9 @@ def test_a_neighbour_with_an_adapter_changes_no_bit(odd_decoder, odd_config):
     np.testing.assert_allclose(*logits, rtol=0, atol=0.05 * logits[1].std())
 
 
-def test_new_weights_are_rounded_too(kernels, tiny_folder):
+def test_new_weights_are_rounded_too(plugins, tiny_folder):
     """Weights that replace those of a running model are quantised as the first ones were."""
-    import treadle_kernels.plugin
-    import treadle_samplers.plugin
-
-    sources = [
-        PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin),
-        PluginSource("kernels", "treadle-kernels", "0.1.0", lambda: treadle_kernels.plugin),
-    ]
-    plugins, texts = PluginManager(sources, strict=True), []
+    texts = []
     with LanguageModel.load(tiny_folder, quantize="int4", plugins=plugins) as model:
         for _ in range(2):
             texts.append(model.generate("once", temperature=0, max_tokens=20, ignore_eos=True).choices[0].token_ids)

@@ -14,8 +14,6 @@ from treadle_server import LanguageModel
 from treadle_server.model.decoder import Decoder
 from treadle_server.model.params import Params, random_arrays
 from treadle_server.model.reproducible_backend import ReproducibleNumpyBackend
-from treadle_server.plugins import PluginManager
-from treadle_server.plugins.discovery import BUILT_IN_DISTRIBUTION, PluginSource
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -145,16 +143,9 @@ def test_families_that_numpy_attends_for_keep_float32(kernels, golden):
             assert Decoder(checkpoint.config, params, backend=kernels).cache_dtype == expected
 
 
-def test_a_served_model_counts_half_the_memory(kernels, tiny_folder):
+def test_a_served_model_counts_half_the_memory(plugins, tiny_folder):
     """Requests, prefixes and limits are counted in the bytes that are there; answers continue from kept prefixes."""
-    import treadle_kernels.plugin
-    import treadle_samplers.plugin
-
-    sources = [
-        PluginSource("samplers", BUILT_IN_DISTRIBUTION, "0.1.0", lambda: treadle_samplers.plugin),
-        PluginSource("kernels", "treadle-kernels", "0.1.0", lambda: treadle_kernels.plugin),
-    ]
-    plugins, counted = PluginManager(sources, strict=True), []
+    counted = []
     for options in ({}, {"quantize": "int8"}):
         with LanguageModel.load(tiny_folder, backend="kernels", plugins=plugins, **options) as model:
             answers = [
