@@ -243,8 +243,4 @@ class _Strip:
             source, target = e.at(made, e.times(loop.index, LINE)), e.at(out, e.builder.mul(loop.index, out_stride))
             for tile in tiles:
                 found = e.load(FLOATS, e.at(source, e.number(tile * TILE_BYTES)))
-                at = e.at(target, e.number(tile * LINE))
-                if mask is None:
-                    e.store(found, at)
-                else:
-                    e.store_some(found, at, mask)
+                e.store_some(found, e.at(target, e.number(tile * LINE)), mask)

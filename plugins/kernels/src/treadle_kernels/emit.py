@@ -91,16 +91,21 @@ class Emitter:
         every = self.builder.shuffle_vector(first, first, ir.Constant(kind, [0] * lanes))
         return self.builder.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
 
-    def load_some(self, kind: Any, address: Value, mask: Value) -> Value:
-        """Read the lanes of a mask and nothing else of memory; the others are 0."""
+    def load_some(self, kind: Any, address: Value, mask: Value | None) -> Value:
+        """Read the lanes of a mask and nothing else of memory, the others are 0; without one all."""
+        if mask is None:
+            return self.load(kind, address)
         pointer = self.builder.inttoptr(address, kind.as_pointer())
         zero = ir.Constant(kind, [0] * kind.count)
         name = f"llvm.masked.load.{_name(kind)}.p0"
         function = self._intrinsic(name, kind, [pointer.type, I32, mask.type, kind])
         return self.builder.call(function, [pointer, ir.Constant(I32, 1), mask, zero])
 
-    def store_some(self, value: Value, address: Value, mask: Value) -> None:
-        """Write the lanes of a mask and nothing else."""
+    def store_some(self, value: Value, address: Value, mask: Value | None) -> None:
+        """Write the lanes of a mask and nothing else; without one all."""
+        if mask is None:
+            self.store(value, address)
+            return
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
         arguments = [value.type, pointer.type, I32, MASK]
         function = self._intrinsic(f"llvm.masked.store.{_name(value.type)}.p0", ir.VoidType(), arguments)

@@ -125,10 +125,7 @@ def _pack_group(e: QuantisedEmitter, x: Value, masks: Sequence[Value | None], of
     """Round 32 numbers."""
     b = e.builder
     places = [e.at(x, e.number(4 * half)) for half in (0, LANES)]
-    found = [
-        e.load(FLOATS, at) if mask is None else e.load_some(FLOATS, at, mask)
-        for at, mask in zip(places, masks, strict=True)
-    ]
+    found = [e.load_some(FLOATS, at, mask) for at, mask in zip(places, masks, strict=True)]
     # As integers, sizes of float32 are in the same order, and infinity and NaN are above all.
     sizes = [b.and_(b.bitcast(one, INTS), e.splat_int(0x7FFFFFFF)) for one in found]
     largest = b.bitcast(e.reduce("umax", b.select(b.icmp_unsigned(">", *sizes), *sizes)), F32)

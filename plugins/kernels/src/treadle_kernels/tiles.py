@@ -143,17 +143,13 @@ def _dot_step(e: Emitter, form: Form, sums: Any, weights: Sequence[Value], x: Se
             e.barrier()  # registers do not suffice for both
         ats = [e.at(at, e.number(LINE * part)) for at in x]
         # Only float32 is multiplied unpacked as well, with no zeros behind it.
-        xs = [_load(e, form.given, at, mask if form.given is form.stored is FLOATS else None) for at in ats]
+        xs = [e.load_some(form.given, at, mask if form.given is form.stored is FLOATS else None) for at in ats]
         for column, at in enumerate(weights):
-            found = _load(e, form.stored, at, mask)
+            found = e.load_some(form.stored, at, mask)
             found = e.widen_pairs(found)[part] if form.parts > 1 else found
             for row, value in enumerate(xs):
                 total = multiply(found, value, e.builder.load(sums[row][column]))
                 e.builder.store(total, sums[row][column])
-
-
-def _load(e: Emitter, kind: Any, at: Value, mask: Value | None) -> Value:
-    return e.load(kind, at) if mask is None else e.load_some(kind, at, mask)
 
 
 @intrinsic(prefer_literal=True)
@@ -172,7 +168,7 @@ def pack_row(typing: Any, form: Any, x: Any, k: Any, out: Any) -> Any:
 
         def pack(position: Value, masks: Sequence[Value | None]) -> None:
             ats = [e.at(x, e.times(position, 4), e.number(4 * LANES * part)) for part in range(len(masks))]
-            found = [_load(e, FLOATS, at, mask) for at, mask in zip(ats, masks, strict=True)]
+            found = [e.load_some(FLOATS, at, mask) for at, mask in zip(ats, masks, strict=True)]
             _store_packed(e, name, found, e.at(out, e.times(position, FORMS[name].given_bytes // step)))
 
         with cgutils.for_range_slice(e.builder, e.number(0), whole, e.number(step)) as (position, _):
@@ -237,7 +233,7 @@ def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, m
         for line in range(0, width * vector_bytes, LINE):
             e.prefetch(e.at(fetched, offset, place, e.number(line)))
         ats = [e.at(values, offset, place, e.number(number * vector_bytes)) for number in range(width)]
-        found = [_load(e, vector, at, mask) for at in ats]
+        found = [e.load_some(vector, at, mask) for at in ats]
         found = found if vector is FLOATS else [e.widen(one) for one in found]
         for row in range(rows):
             share = e.spread(e.load(F32, e.at(weights, e.times(weight_stride, row), e.times(token, 4))))
@@ -247,11 +243,7 @@ def _mix_tile(e: Emitter, size: Any, sources: Any, output: Any, column: Value, m
     for row in range(rows):
         for number, variable in enumerate(sums[row]):
             at = e.at(out, e.times(out_stride, row), e.times(column, 4), e.number(4 * LANES * number))
-            total = e.builder.load(variable)
-            if mask is None:
-                e.store(total, at)
-            else:
-                e.store_some(total, at, mask)
+            e.store_some(e.builder.load(variable), at, mask)
 
 
 @intrinsic

@@ -32,23 +32,16 @@ class Place:
     def load(self, row: Value) -> Value:
         """Read from a row; lanes outside the mask are 0."""
         at = self._e.at(row, self._offset)
-        return self._e.load(FLOATS, at) if self.mask is None else self._e.load_some(FLOATS, at, self.mask)
+        return self._e.load_some(FLOATS, at, self.mask)
 
     def store(self, value: Value, row: Value) -> None:
         """Write to a row."""
-        at = self._e.at(row, self._offset)
-        if self.mask is None:
-            self._e.store(value, at)
-        else:
-            self._e.store_some(value, at, self.mask)
+        self._e.store_some(value, self._e.at(row, self._offset), self.mask)
 
     def store_rounded(self, value: Value, row: Value) -> None:
         """Write to a row of bfloat16."""
-        at, rounded = self._e.at(row, self._e.builder.lshr(self._offset, self._e.number(1))), self._e.round(value)
-        if self.mask is None:
-            self._e.store(rounded, at)
-        else:
-            self._e.store_some(rounded, at, self.mask)
+        at = self._e.at(row, self._e.builder.lshr(self._offset, self._e.number(1)))
+        self._e.store_some(self._e.round(value), at, self.mask)
 
     def masked(self, value: Value, other: Value) -> Value:
         """The value in the lanes that count, `other` elsewhere."""
